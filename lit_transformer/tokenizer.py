@@ -1,0 +1,1 @@
+PAD_ID, UNK_ID, BOS_ID, EOS_ID = 0, 1, 2, 3
