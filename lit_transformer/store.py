@@ -1,0 +1,185 @@
+"""The tokenised corpus on disk: one folder, written whole or not at all, read memory-mapped.
+
+FOLDER/meta.json           fingerprint of content and tokeniser, hashes of all files, the cleaning report
+FOLDER/tokenizer.model
+FOLDER/train.src.npy       token ids of all sentences in a row (uint16 or uint32), without special ids
+FOLDER/train.src.ends.npy  where each sentence ends (int64)
+FOLDER/valid.src.txt       the text as it was given, for validation and test: references are never tokenised
+... the same for tgt, valid and test
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SIDES = ("src", "tgt")
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """All of `content` at `path`, or `path` as it was: temporary file, fsync, rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+
+
+def write_json(path: Path, content: Any) -> None:
+    """`content` as readable JSON, atomically."""
+    write_atomic(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """A new folder to fill, which becomes `path` when the block ends well and vanishes when it does not."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    try:
+        yield folder
+        for file in folder.iterdir():
+            with open(file, "rb") as handle:
+                os.fsync(handle.fileno())
+        folder.chmod(0o755)
+        try:
+            os.rename(folder, path)
+        except OSError:
+            if not path.exists():
+                raise
+            # Somebody else finished the same content meanwhile: names follow from content, so theirs serves.
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """Memory-mapped token ids: `sentences[i]` is one sentence as an array, without special ids."""
+
+    tokens: np.ndarray
+    ends: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return self.tokens[self.ends[i - 1] if i else 0 : self.ends[i]]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [number of sentences]"""
+        return np.diff(self.ends, prepend=0)
+
+
+class SplitWriter:
+    """Appends pairs of token ids to a split of a store that is being written."""
+
+    def __init__(self, folder: Path, split: str, vocab_size: int) -> None:
+        self.folder, self.split = folder, split
+        self.dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
+        self._files = {side: open(folder / f"{split}.{side}.raw", "wb") for side in SIDES}  # noqa: SIM115
+        self._lengths: dict[str, list[np.ndarray]] = {side: [] for side in SIDES}
+
+    def append(self, src: Sequence[Sequence[int]], tgt: Sequence[Sequence[int]]) -> None:
+        """Two lists of sentences of equal length."""
+        for side, sentences in zip(SIDES, (src, tgt), strict=True):
+            lengths = np.fromiter((len(s) for s in sentences), np.int64, len(sentences))
+            flat = np.fromiter((i for s in sentences for i in s), self.dtype, int(lengths.sum()))
+            flat.tofile(self._files[side])
+            self._lengths[side].append(lengths)
+
+    def close(self) -> None:
+        """Turn what was appended into .npy files."""
+        for side in SIDES:
+            self._files[side].close()
+            raw = self.folder / f"{self.split}.{side}.raw"
+            ends = np.cumsum(np.concatenate([np.zeros(0, np.int64), *self._lengths[side]]))
+            np.save(self.folder / f"{self.split}.{side}.ends.npy", ends)
+            with open(self.folder / f"{self.split}.{side}.npy", "wb") as file:
+                header = {"descr": np.dtype(self.dtype).str, "fortran_order": False}
+                np.lib.format.write_array_header_1_0(file, {**header, "shape": (int(ends[-1]) if len(ends) else 0,)})
+                with open(raw, "rb") as tokens:
+                    shutil.copyfileobj(tokens, file, 1 << 24)
+            raw.unlink()
+
+
+def write_text(folder: Path, split: str, side: str, lines: Iterable[str]) -> None:
+    """The given lines as they are; none of them holds a newline."""
+    with open(folder / f"{split}.{side}.txt", "w", encoding="utf-8", newline="\n") as file:
+        file.writelines(f"{line}\n" for line in lines)
+
+
+def seal(folder: Path, tokenizer: str, about: dict[str, Any]) -> str:
+    """Write meta.json over all that the folder holds.
+
+    Args:
+        tokenizer: the tokeniser's fingerprint.
+        about: what else is to be kept, as plain JSON.
+
+    Returns:
+        The fingerprint of content and tokeniser.
+    """
+    hashes = {file.name: sha256(file) for file in sorted(folder.iterdir())}
+    digest = hashlib.sha256(json.dumps([tokenizer, hashes]).encode()).hexdigest()[:16]
+    write_json(folder / "meta.json", {"fingerprint": digest, "tokenizer": tokenizer, "files": hashes, **about})
+    return digest
+
+
+class Store:
+    """A prepared corpus.
+
+    Args:
+        folder: as `corpus.prepare` returns it.
+
+    Raises:
+        ValueError: a file is missing or is not what was written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        meta_path = self.folder / "meta.json"
+        if not meta_path.is_file():
+            raise ValueError(f"{self.folder} is no prepared corpus (no meta.json): run `lit-transformer prepare`")
+        self.meta: dict[str, Any] = json.loads(meta_path.read_text(encoding="utf-8"))
+        for name, expected in self.meta["files"].items():
+            file = self.folder / name
+            if not file.is_file() or sha256(file) != expected:
+                state = "has changed since it was written" if file.is_file() else "is missing"
+                raise ValueError(f"{file} {state}: remove the folder {self.folder} and run `lit-transformer prepare`")
+        self.fingerprint: str = self.meta["fingerprint"]
+        self.tokenizer_fingerprint: str = self.meta["tokenizer"]
+
+    def sentences(self, split: str, side: str) -> Sentences:
+        """Token ids of "train", "valid" or "test", "src" or "tgt"."""
+        tokens, ends = (
+            np.load(self.folder / f"{split}.{side}{part}.npy", mmap_mode="r", allow_pickle=False)
+            for part in ("", ".ends")
+        )
+        return Sentences(tokens, ends)
+
+    def text(self, split: str, side: str) -> list[str]:
+        """The lines of "valid" or "test" as they were given."""
+        # Bytes, not text mode: that would turn a carriage return inside a line into a line of its own.
+        return (self.folder / f"{split}.{side}.txt").read_bytes().decode().split("\n")[:-1]
