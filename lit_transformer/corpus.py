@@ -124,8 +124,8 @@ def read_lines(path: Path, notes: Counter[str] | None = None) -> Iterator[str]:
 
 
 def _open(path: Path) -> IO[bytes]:
-    opener: Callable[..., Any] = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
-    return opener(path, "rb")
+    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+    return openers.get(path.suffix, open)(path, "rb")
 
 
 class FileSource:
@@ -133,6 +133,9 @@ class FileSource:
 
     def __init__(self, config: CorpusConfig) -> None:
         self.paths = {split: [Path(p) for p in getattr(config, split)] for split in config.splits()}
+
+    def check(self) -> None:
+        """Raises ValueError where a file is empty or two files differ in length."""
         for split, paths in self.paths.items():
             counts = [sum(1 for _ in read_lines(path)) for path in paths]
             if len(set(counts)) > 1:
@@ -175,6 +178,9 @@ class BibleSource:
     def raw_files(self) -> list[Path]:
         return [self.database]
 
+    def check(self) -> None:
+        """Nothing to check: the database's verses carry their numbers."""
+
     def pairs(self, split: str, notes: Counter[str]) -> Iterator[Pair]:
         query = (
             "select a.bNumber, a.cNumber, a.vText, b.vText from bible a join bible b using (bNumber, cNumber, vNumber) "
@@ -192,9 +198,25 @@ class BibleSource:
         return {0: "valid", 1: "test"}.get(bucket, "train")
 
 
-def open_source(config: CorpusConfig) -> FileSource | BibleSource:
-    """Raises ValueError where the text is missing or its sides do not match."""
+def _open_source(config: CorpusConfig) -> FileSource | BibleSource:
     return FileSource(config) if config.source == "files" else BibleSource(config)
+
+
+def store_folder(config: CorpusConfig, root: Path) -> Path:
+    """Where the store of this text and these options stands, or will stand; the name follows from both.
+
+    Raises:
+        ValueError: the text cannot be read.
+    """
+    digests = []
+    for path in _open_source(config).raw_files():
+        try:
+            digests.append(sha256(path))
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from error
+    options = {k: v for k, v in asdict(config).items() if k not in SPLITS}
+    key = hashlib.sha256(json.dumps([FORMAT, options, digests]).encode()).hexdigest()[:12]
+    return root / f"{config.source}-{config.src_lang}-{config.tgt_lang}-{key}"
 
 
 def _digest(*texts: str) -> bytes:
@@ -264,15 +286,13 @@ def prepare(config: CorpusConfig, root: Path, say: Callable[[str], None] | None 
         ValueError: wrong text or options, in one message; nothing half-written stays.
     """
     say = say or (lambda line: print(line, file=sys.stderr, flush=True))
-    source = open_source(config)
-    raw = {path.name: sha256(path) for path in source.raw_files()}
-    options = {k: v for k, v in asdict(config).items() if k not in SPLITS}
-    key = hashlib.sha256(json.dumps([FORMAT, options, list(raw.values())]).encode()).hexdigest()[:12]
-    folder = root / f"{config.source}-{config.src_lang}-{config.tgt_lang}-{key}"
+    folder = store_folder(config, root)
     if (folder / "meta.json").is_file():
         say(f"corpus: {folder} is up to date")
         return folder
 
+    source = _open_source(config)
+    source.check()
     notes: Counter[str] = Counter()
     held_out = {split: list(source.pairs(split, notes)) for split in config.splits()[1:]}
     cleaner = Cleaner(itertools.chain.from_iterable(held_out.values()))
@@ -290,15 +310,15 @@ def prepare(config: CorpusConfig, root: Path, say: Callable[[str], None] | None 
                 write_text(building, split, name, (pair[side] for pair in pairs))
         report: dict[str, Any] = {
             "source": config.source,
-            "raw_files": raw,
-            "options": options,
+            "raw_files": {path.name: sha256(path) for path in source.raw_files()},
+            "options": {k: v for k, v in asdict(config).items() if k not in SPLITS},
             "train": {"read": cleaner.read, "dropped": dict(cleaner.dropped), "kept": kept},
             **{split: {"kept": len(pairs)} for split, pairs in held_out.items()},
             "notes": dict(notes),
             "piece_marks": dict(cleaner.marks),
             "tokenizer": {"vocab_size": tokenizer.vocab_size, "skipped_lines": skipped},
         }
-        seal(building, tokenizer.fingerprint, {"src_lang": config.src_lang, "tgt_lang": config.tgt_lang, **report})
+        seal(building, tokenizer.fingerprint, report)
     for line in describe(report):
         say(line)
     say(f"corpus: written to {folder}")

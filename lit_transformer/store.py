@@ -19,20 +19,21 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 SIDES = ("src", "tgt")
 
 
-def write_atomic(path: Path, content: bytes) -> None:
-    """All of `content` at `path`, or `path` as it was: temporary file, fsync, rename."""
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write, which becomes `path` when the block ends well; otherwise `path` stays as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.chmod(name, 0o644)
@@ -41,6 +42,12 @@ def write_atomic(path: Path, content: bytes) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
         raise
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """All of `content` at `path`, or `path` as it was."""
+    with atomic_file(path) as file:
+        file.write(content)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -87,6 +94,9 @@ class Sentences:
     def __getitem__(self, i: int) -> np.ndarray:
         return self.tokens[self.ends[i - 1] if i else 0 : self.ends[i]]
 
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[i] for i in range(len(self)))
+
     @property
     def lengths(self) -> np.ndarray:
         """int64 [number of sentences]"""
@@ -131,19 +141,19 @@ def write_text(folder: Path, split: str, side: str, lines: Iterable[str]) -> Non
         file.writelines(f"{line}\n" for line in lines)
 
 
-def seal(folder: Path, tokenizer: str, about: dict[str, Any]) -> str:
+def seal(folder: Path, tokenizer: str, report: dict[str, Any]) -> str:
     """Write meta.json over all that the folder holds.
 
     Args:
         tokenizer: the tokeniser's fingerprint.
-        about: what else is to be kept, as plain JSON.
+        report: how the content came about, as plain JSON.
 
     Returns:
         The fingerprint of content and tokeniser.
     """
     hashes = {file.name: sha256(file) for file in sorted(folder.iterdir())}
     digest = hashlib.sha256(json.dumps([tokenizer, hashes]).encode()).hexdigest()[:16]
-    write_json(folder / "meta.json", {"fingerprint": digest, "tokenizer": tokenizer, "files": hashes, **about})
+    write_json(folder / "meta.json", {"fingerprint": digest, "tokenizer": tokenizer, "report": report, "files": hashes})
     return digest
 
 

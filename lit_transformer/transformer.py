@@ -7,9 +7,9 @@ V vocabulary, W beam.  Sections and equations are those of arXiv 1706.03762.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -337,16 +337,19 @@ class Transformer(nn.Module):
         """Source ids [B, S] and target ids [B, T], starting with BOS -> logits [B, T, V]."""
         return self.decode(tgt_in, self.encode(src), self.memory_mask(src))
 
+    def _decoder_layers(self) -> Iterable[DecoderLayer]:
+        return cast(Iterable[DecoderLayer], self.decoder)  # torch types a ModuleList's members as any module
+
     def start(self, src: Tensor) -> DecoderState:
         """Encode [B, S] and compute what every decoding step of these sentences shares."""
         memory = self.encode(src)
-        layers = [LayerCache(*layer.cross_attention.keys_values(memory)) for layer in self.decoder]
+        layers = [LayerCache(*layer.cross_attention.keys_values(memory)) for layer in self._decoder_layers()]
         return DecoderState(self.memory_mask(src), layers)
 
     def step(self, tokens: Tensor, state: DecoderState) -> Tensor:
         """One more token for each beam: ids [B, W] -> logits [B, W, V]; `state` moves on by one position."""
         x = self._embed(tokens.reshape(-1, 1), "tgt_positions", state.length)
-        for layer, cache in zip(self.decoder, state.layers, strict=True):
+        for layer, cache in zip(self._decoder_layers(), state.layers, strict=True):
             x = layer.step(x, cache, state.memory_mask)
         state.length += 1
         return self._project(x).view(*tokens.shape, -1)

@@ -1,0 +1,108 @@
+"""What happens around training: checkpoints by update, and progress with time left."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lit_transformer.checkpoint import checkpoint_path, prune_checkpoints
+from lit_transformer.module import LitTransformer
+from lit_transformer.store import write_json
+
+
+class Checkpoints(pl.Callback):
+    """Every so many updates, and at the last one, a checkpoint; of all, the newest `keep` stay.
+
+    Where a validation falls on the same update, the checkpoint comes after it: a resumed run then neither loses
+    nor repeats the validation.
+    """
+
+    def __init__(self, folder: Path, every: int, keep: int) -> None:
+        self.folder, self.every, self.keep = folder, every, keep
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        interval = trainer.val_check_batch
+        done = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        if done % trainer.accumulate_grad_batches == 0 and not (interval and done % interval == 0):
+            self._save_if_due(trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._save_if_due(trainer)
+
+    def _save_if_due(self, trainer: pl.Trainer) -> None:
+        step = trainer.global_step
+        if step % self.every and step != trainer.max_steps:
+            return
+        for logger in trainer.loggers:
+            logger.save()  # what a checkpoint says is past must stand on disk before it
+        trainer.save_checkpoint(checkpoint_path(self.folder, step))
+        if trainer.is_global_zero:
+            prune_checkpoints(self.folder, self.keep)
+
+
+class Progress(pl.Callback):
+    """One line with the time left, on a terminal and in a log alike, and the same in `progress.json`."""
+
+    def __init__(self, folder: Path, every_seconds: float = 5.0) -> None:
+        self.file, self.every_seconds = folder / "progress.json", every_seconds
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.start, self.first, self.shown = time.monotonic(), trainer.global_step, 0.0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        now = time.monotonic()
+        done = trainer.global_step - self.first
+        if not trainer.is_global_zero or not done:
+            return
+        if now - self.shown >= self.every_seconds or trainer.global_step == trainer.max_steps:
+            self.shown = now
+            left = (now - self.start) / done * (trainer.max_steps - trainer.global_step)
+            self._show(trainer, pl_module, left)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn != "fit" or trainer.sanity_checking or not trainer.is_global_zero:
+            return
+        assert isinstance(pl_module, LitTransformer)
+        found = pl_module.evaluation
+        assert found is not None
+        scores = "".join(f", {score.name} {score.score:.2f}" for score in found.scores[:1])
+        scores += f" on {len(found.decoded)} sentences" if scores else ""
+        say(f"validation at update {found.step}: perplexity {found.perplexity:.2f}{scores}")
+
+    def _show(self, trainer: pl.Trainer, pl_module: pl.LightningModule, left: float) -> None:
+        assert isinstance(pl_module, LitTransformer)
+        step, total, latest = trainer.global_step, trainer.max_steps, pl_module.latest
+        speed = latest.get("tgt_tokens_per_second", 0.0)
+        write_json(
+            self.file,
+            {
+                "step": step,
+                "max_steps": total,
+                "seconds_left": left,
+                "tgt_tokens_per_second": speed,
+                "train_perplexity": latest.get("train_perplexity"),
+                "pid": os.getpid(),
+            },
+        )
+        say(
+            f"update {step:,} of {total:,} ({step / total:.0%}), training perplexity "
+            f"{latest.get('train_perplexity', float('nan')):.1f}, {speed:,.0f} target tokens/s, "
+            f"{clock(left)} left"
+        )
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def clock(seconds: float) -> str:
+    """12345.6 -> 3:25:45"""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"

@@ -1,0 +1,109 @@
+"""Checkpoints on disk: written whole or not at all, loaded without running code, averaged."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+
+from lit_transformer.store import atomic_file
+
+_NAME = re.compile(r"step-(\d+)\.ckpt")
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}.ckpt"
+
+
+def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """(step, path) of the training checkpoints in a folder, oldest first; averages are not among them."""
+    found = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step-*.ckpt"))
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def prune_checkpoints(folder: Path, keep: int) -> None:
+    """Remove all but the newest `keep`."""
+    for _, path in list_checkpoints(folder)[:-keep]:
+        path.unlink(missing_ok=True)
+
+
+def load_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
+    """A checkpoint as plain data.
+
+    Raises:
+        ValueError: the file is missing, cut short, or holds anything but tensors and plain values.
+    """
+    try:
+        checkpoint = torch.load(path, map_location=map_location, weights_only=True)
+    except FileNotFoundError as error:
+        raise ValueError(f"{path}: there is no such checkpoint") from error
+    except Exception as error:  # torch raises many kinds for a file that is no checkpoint
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"{path} is damaged, or no checkpoint of plain data: {reason}") from error
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise ValueError(f"{path} holds no model: a checkpoint written by `fit` or `average` is needed")
+    return checkpoint
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Lightning's way to the disk: temporary file, fsync, rename; loading is `load_checkpoint`."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        with atomic_file(Path(path)) as file:
+            torch.save(checkpoint, file)
+
+    def load_checkpoint(
+        self, path: Any, map_location: Callable | None = lambda storage, _: storage, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        return load_checkpoint(Path(path), map_location)
+
+
+def average_checkpoints(paths: Sequence[str | Path], out: str | Path) -> Path:
+    """The mean of the weights of several checkpoints of one run, as a checkpoint without training state.
+
+    Sums are in float64 over sorted inputs, so the order given does not matter.
+
+    Args:
+        paths: checkpoints of equal shapes (section 6.1: the last 5, or 20).
+        out: where the average goes; its "averaged" entry lists the inputs' steps and names.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: no input, the same file twice, or checkpoints of different models or data.
+    """
+    files = sorted({Path(path).resolve() for path in paths}, key=lambda path: path.name)
+    if not files or len(files) != len(paths):
+        raise ValueError(f"{len(paths)} checkpoints to average, {len(files)} of them different: name each once")
+    sums: dict[str, torch.Tensor] = {}
+    first: dict[str, Any] = {}
+    steps = []
+    for path in files:
+        checkpoint = load_checkpoint(path)
+        first = first or checkpoint
+        for entry in ("hyper_parameters", "TranslationDataModule"):
+            if checkpoint.get(entry) != first.get(entry):
+                raise ValueError(f"{path} and {files[0]} differ in {entry}: only checkpoints of one run average")
+        weights = checkpoint["state_dict"]
+        if {k: v.shape for k, v in weights.items()} != {k: v.shape for k, v in first["state_dict"].items()}:
+            raise ValueError(f"{path} and {files[0]} hold tensors of different names or shapes")
+        for name, tensor in weights.items():
+            sums[name] = sums[name] + tensor.double() if name in sums else tensor.double()
+        steps.append(checkpoint.get("global_step", 0))
+    dtypes = {name: tensor.dtype for name, tensor in first["state_dict"].items()}
+    averaged: dict[str, Any] = {
+        "state_dict": {name: (total / len(files)).to(dtypes[name]) for name, total in sums.items()},
+        "averaged": [{"step": step, "name": path.name} for step, path in zip(steps, files, strict=True)],
+        "global_step": max(steps),
+    }
+    for entry in ("hyper_parameters", "TranslationDataModule", "pytorch-lightning_version"):
+        if entry in first:
+            averaged[entry] = first[entry]
+    with atomic_file(Path(out)) as file:
+        torch.save(averaged, file)
+    return Path(out)

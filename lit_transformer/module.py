@@ -1,0 +1,297 @@
+"""LitTransformer: loss, optimiser, schedule and validation of the paper's model, under Lightning."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lit_transformer.data import Batch, TranslationDataModule
+from lit_transformer.decode import BEAM_SIZE, LENGTH_PENALTY, search_all
+from lit_transformer.metrics import Score, TokenNLL, compound_split_bleu, corpus_bleu, corpus_chrf, perplexity
+from lit_transformer.tokenizer import PAD_ID
+from lit_transformer.transformer import Transformer, TransformerConfig
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message says why in words for a user."""
+
+
+def learning_rate(step: int, d_model: int, warmup: int, factor: float = 1.0) -> float:
+    """Equation 3 times a factor; `step` counts optimiser updates from 1."""
+    return factor * d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
+
+
+def token_losses(logits: Tensor, targets: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
+    """Sums over the real tokens of a batch, in float32.
+
+    Args:
+        logits: [B, T, V].
+        targets: ids [B, T]; padding does not count.
+        label_smoothing: eps_ls of section 5.4, spread over all V entries.
+
+    Returns:
+        The smoothed loss, and the unsmoothed negative log-likelihood, both in nats.
+    """
+    real = targets != PAD_ID
+    log_probs = F.log_softmax(logits.float(), dim=-1)
+    nll = -log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1).masked_fill(~real, 0.0).sum()
+    if not label_smoothing:
+        return nll, nll
+    uniform = -log_probs.mean(-1).masked_fill(~real, 0.0).sum()
+    return (1 - label_smoothing) * nll + label_smoothing * uniform, nll
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a validation or test found.  Scores and hypotheses are of the sentences with numbers in `decoded`."""
+
+    split: str
+    step: int
+    nll: float  # nats per target token, unsmoothed, end of sentence included
+    tokens: int
+    decoded: list[int]
+    hypotheses: list[str]
+    unfinished: int  # outputs cut at the length limit
+    scores: list[Score]
+
+    @property
+    def perplexity(self) -> float:
+        return perplexity(self.nll)
+
+
+class LitTransformer(pl.LightningModule):
+    """The paper's training recipe; every number of steps counts optimiser updates.
+
+    Args:
+        label_smoothing: eps_ls; touches the training loss alone.
+        warmup: updates of rising learning rate (section 5.3: 4,000); 1 is no warmup.
+        lr_factor: multiplies the paper's learning rate.
+        validate_every: updates between validations (perplexity over all of the validation split).
+        bleu_every: every how many of these validations sentences are decoded for BLEU; 0 is never.
+        bleu_sentences: how many, spread evenly over the validation split.
+        compile: torch.compile for the training and validation passes.
+        seed: of dropout, folded with update and micro-batch.
+        transformer: the fields of `TransformerConfig`.
+
+    Raises:
+        ValueError: names the field, its value and the rule it breaks.
+    """
+
+    def __init__(
+        self,
+        label_smoothing: float = 0.1,
+        warmup: int = 4000,
+        lr_factor: float = 1.0,
+        validate_every: int = 1000,
+        bleu_every: int = 5,
+        bleu_sentences: int = 500,
+        compile: bool = False,
+        seed: int = 1,
+        **transformer: Any,
+    ) -> None:
+        super().__init__()
+        if not 0.0 <= label_smoothing < 1.0:
+            raise ValueError(f"label_smoothing = {label_smoothing}: must be at least 0 and less than 1")
+        if lr_factor <= 0:
+            raise ValueError(f"lr_factor = {lr_factor}: must be more than 0")
+        for name, value, least in (
+            ("warmup", warmup, 1),
+            ("validate_every", validate_every, 1),
+            ("bleu_every", bleu_every, 0),
+            ("bleu_sentences", bleu_sentences, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name} = {value}: must be at least {least}")
+        self.config = TransformerConfig(**transformer)
+        # Plain values, and only what a loaded model needs: a checkpoint must not override how it is evaluated.
+        self.save_hyperparameters(
+            {"label_smoothing": label_smoothing, "warmup": warmup, "lr_factor": lr_factor, "seed": seed}
+            | asdict(self.config)
+        )
+        self.label_smoothing, self.warmup, self.lr_factor, self.seed = label_smoothing, warmup, lr_factor, seed
+        self.validate_every, self.bleu_every, self.bleu_sentences = validate_every, bleu_every, bleu_sentences
+        self.compile_model = compile
+        self.beam_size, self.length_penalty = BEAM_SIZE, LENGTH_PENALTY
+        self.model = Transformer(self.config)
+        self.loss_mean, self.nll_mean, self.evaluation_nll = TokenNLL(), TokenNLL(), TokenNLL()
+        self.evaluation: Evaluation | None = None  # the latest one
+        self.latest: dict[str, float] = {}  # the latest value of everything logged
+        self._window_tokens, self._window_start = 0, time.monotonic()
+
+    def forward(self, src: Tensor, tgt_in: Tensor) -> Tensor:
+        """[B, S], [B, T] -> logits [B, T, V]"""
+        return self.model(src, tgt_in)
+
+    def setup(self, stage: str) -> None:
+        """Lightning counts micro-batches between validations; we count updates."""
+        if stage == "fit":
+            self.trainer.check_val_every_n_epoch = None
+            self.trainer.val_check_interval = self.validate_every * self.trainer.accumulate_grad_batches
+            data = self._data
+            longest = max(int(data.sentences("train", side).lengths.max()) + 1 for side in ("src", "tgt"))
+            if longest > (self.model.max_length or math.inf):
+                raise ValueError(
+                    f"max_positions = {self.config.max_positions}: the longest training sentence has {longest} tokens; "
+                    "raise max_positions or lower data.max_length"
+                )
+            if self.compile_model:
+                self.model.compile(dynamic=True)  # in place: the names in the state dict stay
+
+    @property
+    def _data(self) -> TranslationDataModule:
+        data = getattr(self.trainer, "datamodule", None)
+        if not isinstance(data, TranslationDataModule):
+            raise ValueError("LitTransformer needs a TranslationDataModule: trainer.fit(model, datamodule=...)")
+        return data
+
+    # Training
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Adam as in section 5.3; its rate is set before each update."""
+        # Lightning's float16 scaler unscales gradients itself, which the fused kernel would do a second time.
+        fused = self.trainer.precision != "16-mixed"
+        return torch.optim.Adam(self.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=fused)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Loss of one micro-batch: its share of the sum over the update, divided by the update's tokens."""
+        accumulation, world = self.trainer.accumulate_grad_batches, self.trainer.world_size
+        slot = batch_idx % accumulation
+        # Dropout follows from (seed, update, micro-batch within the update) alone: no generator state to save, the
+        # same masks when the same micro-batches are spread over more ranks.
+        place = (self.seed, self.trainer.global_step, slot * world + self.global_rank)
+        torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0]))
+        logits = self.model(batch.src, batch.tgt_in)
+        loss, nll = token_losses(logits, batch.tgt_out, self.label_smoothing)
+        if slot == 0:
+            self.loss_mean.reset()
+            self.nll_mean.reset()
+        tokens = (batch.tgt_out != PAD_ID).sum()
+        self.loss_mean.update(loss.detach(), tokens)
+        self.nll_mean.update(nll.detach(), tokens)
+        # Lightning divides by the accumulation, DDP by the number of ranks.
+        return loss / batch.update_tokens * (accumulation * world)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set the rate, log, and stop before a non-finite update reaches the weights."""
+        step = self.trainer.global_step + 1
+        rate = learning_rate(step, self.config.d_model, self.warmup, self.lr_factor)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+        # Gradients are already summed over the ranks, so all of them stop here together.  The float16 scaler skips
+        # its own overflows.
+        if self.trainer.precision != "16-mixed" and not torch.isfinite(norm):
+            raise TrainingError(
+                f"update {step}: the loss or its gradient is no longer finite (loss {self.loss_mean.nll.item():.4g}, "
+                f"gradient norm {norm.item():.4g}); the latest checkpoint is from before it. "
+                "Lower model.lr_factor, raise model.warmup, or train in float32"
+            )
+        self._window_tokens += self._data.plan.update(step - 1).tgt_tokens
+        if step % self.trainer.log_every_n_steps == 0 or step in (1, self.trainer.max_steps):
+            nll = self.nll_mean.compute().item()
+            now = time.monotonic()
+            values = {
+                "train_loss": self.loss_mean.compute().item(),
+                "train_nll": nll,
+                "train_perplexity": perplexity(nll),
+                "learning_rate": rate,
+                "grad_norm": norm.item(),
+                "tgt_tokens_per_second": self._window_tokens / max(1e-9, now - self._window_start),
+            }
+            self._window_tokens, self._window_start = 0, now
+            self._log(values, step)
+
+    def on_train_start(self) -> None:
+        self._restart_window()
+
+    def on_validation_end(self) -> None:
+        self._restart_window()
+
+    def _restart_window(self) -> None:
+        """Validation is no part of the training speed."""
+        self._window_tokens, self._window_start = 0, time.monotonic()
+
+    def _log(self, values: dict[str, float], step: int) -> None:
+        # Each value is of one update alone, so a curve is the same after a resume; loggers write on rank 0.
+        for logger in self.trainer.loggers:
+            logger.log_metrics(values, step=step)
+        self.latest.update(values)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Bring Lightning's count of micro-batches to this run's accumulation, which may be another one."""
+        loops = checkpoint.get("loops", {}).get("fit_loop")
+        if loops and self._trainer is not None and self.trainer.state.fn == "fit":
+            done = checkpoint["global_step"] * self.trainer.accumulate_grad_batches
+            for count in ("total", "current"):
+                progress = loops["epoch_loop.batch_progress"][count]
+                lag = progress["ready"] - progress["completed"]  # saved before or after the batch was counted
+                progress.update(ready=done, started=done, processed=done, completed=done - lag)
+
+    # Evaluation
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        _, nll = token_losses(self.model(batch.src, batch.tgt_in), batch.tgt_out, 0.0)
+        self.evaluation_nll.update(nll, (batch.tgt_out != PAD_ID).sum())
+
+    test_step = validation_step
+
+    def on_validation_epoch_end(self) -> None:
+        """Perplexity always; BLEU when its turn has come, on all sentences outside of training."""
+        if self.trainer.sanity_checking:
+            self.evaluation_nll.reset()
+            return
+        if self.trainer.state.fn != "fit":
+            self._evaluate("valid", self.bleu_sentences)
+            return
+        turn = self.trainer.global_step // self.validate_every
+        self._evaluate("valid", self.bleu_sentences if self.bleu_every and turn % self.bleu_every == 0 else 0)
+        assert self.evaluation is not None
+        values = {"val_nll": self.evaluation.nll, "val_perplexity": self.evaluation.perplexity}
+        if self.evaluation.scores:
+            values |= {"val_bleu": self.evaluation.scores[0].score, "val_bleu_sentences": len(self.evaluation.decoded)}
+        self._log(values, self.trainer.global_step)
+
+    def on_test_epoch_end(self) -> None:
+        self._evaluate("test", self.bleu_sentences)
+
+    def _evaluate(self, split: str, sentences: int) -> None:
+        nll = self.evaluation_nll.compute().item()
+        self.evaluation_nll.reset()
+        targets = self._data.sentences(split, "tgt")
+        tokens = int(targets.lengths.sum()) + len(targets)
+        sources, references = self._data.sources(split), self._data.references(split)
+        chosen = np.unique(np.linspace(0, len(sources) - 1, min(sentences, len(sources))).round().astype(int)).tolist()
+        rank, world = self.global_rank, self.trainer.world_size
+        outputs = search_all(
+            self.model,
+            [sources[i] for i in chosen[rank::world]],
+            beam_size=self.beam_size,
+            length_penalty=self.length_penalty,
+        )
+        mine = [(self._data.tokenizer.decode(best[0].ids), best[0].finished) for best in outputs]
+        parts: list[Any] = [mine]
+        if world > 1:
+            parts = [None] * world
+            torch.distributed.all_gather_object(parts, mine)
+        found: list[tuple[str, bool]] = [("", True)] * len(chosen)
+        for r, part in enumerate(parts):
+            found[r::world] = part
+        hypotheses, wanted = [text for text, _ in found], [references[i] for i in chosen]
+        scores = []
+        if chosen:
+            scores = [
+                corpus_bleu(hypotheses, wanted),
+                compound_split_bleu(hypotheses, wanted, self._data.corpus.tgt_lang),
+                corpus_chrf(hypotheses, wanted),
+            ]
+        unfinished = sum(not finished for _, finished in found)
+        step = self.trainer.global_step
+        self.evaluation = Evaluation(split, step, nll, tokens, chosen, hypotheses, unfinished, scores)
