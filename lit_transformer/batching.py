@@ -41,6 +41,10 @@ class UpdatePlan:
         tokens_per_update: source tokens and target tokens, about that many of each (section 5.1: 25,000).
         seed: of the shuffling.
 
+    Attributes:
+        src_lengths, tgt_lengths: as given.
+        updates_per_epoch: an epoch ends with a whole update.
+
     Raises:
         ValueError: no sentences, or a size out of range.
     """
@@ -51,8 +55,8 @@ class UpdatePlan:
         if tokens_per_update < 1:
             raise ValueError(f"tokens_per_update = {tokens_per_update}: must be at least 1")
         self.seed = seed
-        self._src, self._tgt = np.asarray(src_lengths, np.int64), np.asarray(tgt_lengths, np.int64)
-        costs = self._src + self._tgt
+        self.src_lengths, self.tgt_lengths = np.asarray(src_lengths, np.int64), np.asarray(tgt_lengths, np.int64)
+        costs = self.src_lengths + self.tgt_lengths
         # Near-equal updates instead of full ones and a small last one.
         self.updates_per_epoch = max(1, round(int(costs.sum()) / (2 * tokens_per_update)))
         order = self._order(np.arange(len(costs)))
@@ -61,24 +65,32 @@ class UpdatePlan:
         # A sentence longer than an update's share would leave the next update empty: those merge.
         self._bounds = np.unique(np.concatenate([[0], np.searchsorted(ends, shares), [len(costs)]]))
         self.updates_per_epoch = len(self._bounds) - 1
-        self._sizes = np.maximum(self._src, self._tgt)
+        self._sizes = np.maximum(self.src_lengths, self.tgt_lengths)
 
     def _order(self, ties: np.ndarray) -> np.ndarray:
         # By source length; within one, by target length up and down in turn: neighbours are alike on both sides.
-        snake = np.where(self._src % 2 == 0, self._tgt, -self._tgt)
-        return np.lexsort((ties, snake, self._src))
+        snake = np.where(self.src_lengths % 2 == 0, self.tgt_lengths, -self.tgt_lengths)
+        return np.lexsort((ties, snake, self.src_lengths))
 
     @functools.lru_cache(maxsize=2)  # noqa: B019  (a plan lives as long as its run)
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         rng = np.random.default_rng([self.seed, epoch])
-        return self._order(rng.permutation(len(self._src))), rng.permutation(self.updates_per_epoch)
+        return self._order(rng.permutation(len(self.src_lengths))), rng.permutation(self.updates_per_epoch)
 
     def update(self, n: int) -> Update:
         """Update number n, counted from 0 over all epochs."""
         epoch, i = divmod(n, self.updates_per_epoch)
         order, turn = self._epoch(epoch)
         sentences = order[self._bounds[turn[i]] : self._bounds[turn[i] + 1]]
-        return Update(sentences, int(self._tgt[sentences].sum()), epoch)
+        return Update(sentences, int(self.tgt_lengths[sentences].sum()), epoch)
+
+    def uses(self, updates: int) -> np.ndarray:
+        """How often each sentence is used in the first so many updates, int64 [number of sentences]."""
+        epochs, rest = divmod(updates, self.updates_per_epoch)
+        counts = np.full(len(self.src_lengths), epochs, np.int64)
+        for n in range(epochs * self.updates_per_epoch, epochs * self.updates_per_epoch + rest):
+            counts[self.update(n).sentences] += 1
+        return counts
 
     def split(self, update: Update, parts: int, max_tokens: int) -> list[np.ndarray]:
         """An update in `parts` micro-batches, as equal as whole sentences allow; the last ones may be empty.

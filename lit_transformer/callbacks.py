@@ -41,7 +41,7 @@ class Checkpoints(pl.Callback):
             return
         for logger in trainer.loggers:
             logger.save()  # what a checkpoint says is past must stand on disk before it
-        trainer.save_checkpoint(checkpoint_path(self.folder, step))
+        trainer.save_checkpoint(checkpoint_path(self.folder, step), weights_only=False)  # with the training state
         if trainer.is_global_zero:
             prune_checkpoints(self.folder, self.keep)
 

@@ -43,9 +43,8 @@ def collate(src: list[np.ndarray], tgt: list[np.ndarray], update_tokens: int) ->
         src_ids[row, : len(s)], src_ids[row, len(s)] = s, EOS_ID
         tgt_in[row, 0], tgt_in[row, 1 : len(t) + 1] = BOS_ID, t
         tgt_out[row, : len(t)], tgt_out[row, len(t)] = t, EOS_ID
-    return Batch(
-        *(torch.from_numpy(ids) for ids in (src_ids, tgt_in, tgt_out)), update_tokens=torch.tensor(update_tokens)
-    )
+    src_tensor, in_tensor, out_tensor = (torch.from_numpy(ids) for ids in (src_ids, tgt_in, tgt_out))
+    return Batch(src_tensor, in_tensor, out_tensor, torch.tensor(update_tokens))
 
 
 class _Split(Dataset[Batch]):
@@ -226,8 +225,7 @@ class TranslationDataModule(pl.LightningDataModule):
             "tokens_per_update": self.tokens_per_update,
             "seed": self.seed,
             "tokenizer_model": self.tokenizer.model,
-            "src_lang": self.corpus.src_lang,
-            "tgt_lang": self.corpus.tgt_lang,
+            "max_length": self.corpus.max_length,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -124,6 +124,7 @@ class LitTransformer(pl.LightningModule):
         self.loss_mean, self.nll_mean, self.evaluation_nll = TokenNLL(), TokenNLL(), TokenNLL()
         self.evaluation: Evaluation | None = None  # the latest one
         self.latest: dict[str, float] = {}  # the latest value of everything logged
+        self.training_seconds = 0.0  # over all sessions of this run, validations included
         self._window_tokens, self._window_start = 0, time.monotonic()
 
     def forward(self, src: Tensor, tgt_in: Tensor) -> Tensor:
@@ -195,7 +196,8 @@ class LitTransformer(pl.LightningModule):
                 "Lower model.lr_factor, raise model.warmup, or train in float32"
             )
         self._window_tokens += self._data.plan.update(step - 1).tgt_tokens
-        if step % self.trainer.log_every_n_steps == 0 or step in (1, self.trainer.max_steps):
+        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if step % every == 0 or step in (1, self.trainer.max_steps):
             nll = self.nll_mean.compute().item()
             now = time.monotonic()
             values = {
@@ -210,7 +212,11 @@ class LitTransformer(pl.LightningModule):
             self._log(values, step)
 
     def on_train_start(self) -> None:
+        self._start = time.monotonic()
         self._restart_window()
+
+    def on_train_end(self) -> None:
+        self.training_seconds += time.monotonic() - self._start
 
     def on_validation_end(self) -> None:
         self._restart_window()
@@ -225,8 +231,12 @@ class LitTransformer(pl.LightningModule):
             logger.log_metrics(values, step=step)
         self.latest.update(values)
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["training_seconds"] = self.training_seconds + time.monotonic() - self._start
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Bring Lightning's count of micro-batches to this run's accumulation, which may be another one."""
+        self.training_seconds = checkpoint.get("training_seconds", 0.0)
         loops = checkpoint.get("loops", {}).get("fit_loop")
         if loops and self._trainer is not None and self.trainer.state.fn == "fit":
             done = checkpoint["global_step"] * self.trainer.accumulate_grad_batches

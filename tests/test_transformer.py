@@ -54,7 +54,8 @@ class Reference:
     """One sentence pair without padding, straight from sections 3.1 to 3.5, loops over heads and positions."""
 
     def __init__(self, model, drop=lambda x: x):
-        self.config, self.weights, self.drop = model.config, model.state_dict(), drop
+        self.config, self.drop = model.config, drop
+        self.weights = {name: value.clone().requires_grad_() for name, value in model.state_dict().items()}
 
     def softmax(self, scores):
         exponentials = (scores - scores.max()).exp()
@@ -133,6 +134,19 @@ def test_logits_equal_the_equations_of_the_paper(variant):
     reference = Reference(model)
     for row, src, tgt_in in zip(logits, SOURCES, TARGETS_IN, strict=True):
         torch.testing.assert_close(row[: len(tgt_in)], reference(src, tgt_in), rtol=0, atol=tolerance(model))
+
+
+@each_variant
+def test_gradients_equal_those_of_the_equations(variant):
+    model = build(**variant).double()
+    token_loss(model(batch(SOURCES), batch(TARGETS_IN)), batch(TARGETS_OUT), "sum").backward()
+    reference = Reference(model)
+    for src, tgt_in, tgt_out in zip(SOURCES, TARGETS_IN, TARGETS_OUT, strict=True):
+        F.cross_entropy(reference(src, tgt_in), torch.tensor(tgt_out), reduction="sum").backward()
+    for name, parameter in model.named_parameters():
+        # the tied matrix among them: from the source, the target and the projection together
+        expected = reference.weights[name].grad
+        assert (parameter.grad - expected).abs().max() < 10 * tolerance(model), name
 
 
 @each_variant

@@ -1,0 +1,218 @@
+"""The parser of a run: LightningCLI with this project's classes, and nothing that the plan of updates decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import yaml
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import Strategy
+
+from lit_transformer.checkpoint import AtomicCheckpointIO
+from lit_transformer.data import TranslationDataModule
+from lit_transformer.module import LitTransformer
+from lit_transformer.store import write_atomic
+
+# Where a run differs in these, it is not the same run; everything else may change at a resume.
+_NOT_THE_EXPERIMENT = {
+    "model.validate_every",
+    "model.bleu_every",
+    "model.bleu_sentences",
+    "model.compile",
+    "data.max_tokens",
+    "data.num_workers",
+    "data.root",
+    "data.train",  # files are known by their content: a checkpoint refuses other text
+    "data.valid",
+    "data.test",
+}
+_SAME_TRAINER = {"trainer.precision", "trainer.gradient_clip_val"}
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where a run lives and what it leaves behind.
+
+    Args:
+        dir: the run's folder; the same command with the same folder goes on where it was.
+        study, variant: names under which results compare it.
+        checkpoint_every: updates between checkpoints.
+        keep_checkpoints: the newest so many stay.
+        wandb: track in Weights & Biases too; "online" needs a key and is "offline" without one.
+        wandb_project: its project there.
+
+    Raises:
+        ValueError: names the field, its value and the rule it breaks.
+    """
+
+    dir: str = "runs/default"
+    study: str = ""
+    variant: str = ""
+    checkpoint_every: int = 1000
+    keep_checkpoints: int = 5
+    wandb: Literal["no", "offline", "online"] = "no"
+    wandb_project: str = "lit-transformer"
+
+    def __post_init__(self) -> None:
+        for name in ("checkpoint_every", "keep_checkpoints"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"run.{name} = {getattr(self, name)}: must be at least 1")
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """What a user decides about Lightning's Trainer; the rest follows from the plan of updates.
+
+    Args:
+        accelerator: "cpu", "gpu", "auto", as in Lightning.
+        strategy: "auto", "ddp", or a strategy's class with its own arguments.
+        devices: how many devices of a node, or which.
+        num_nodes: how many nodes.
+        precision: of the computation; weights stay in float32 with the mixed ones.
+        max_steps: optimiser updates to train.
+        max_time: DD:HH:MM:SS after which training stops, to go on when the command is typed again.
+        gradient_clip_val: largest norm of the global gradient; the paper does not clip.
+        log_every_n_steps: updates between logged values.
+        deterministic: let torch use only algorithms that give the same bits each time.
+        profiler: print where the time went.
+
+    Raises:
+        ValueError: names the field, its value and the rule it breaks.
+    """
+
+    accelerator: str = "auto"
+    strategy: str | Strategy = "auto"
+    devices: list[int] | str | int = "auto"
+    num_nodes: int = 1
+    precision: Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"] = "32-true"
+    max_steps: int = 100_000
+    max_time: str | None = None
+    gradient_clip_val: float | None = None
+    log_every_n_steps: int = 50
+    deterministic: bool = False
+    profiler: Literal["simple", "advanced"] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_steps", "log_every_n_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"trainer.{name} = {getattr(self, name)}: must be at least 1")
+
+    def build(self, **ours: Any) -> pl.Trainer:
+        """A Trainer that leaves batches, checkpoints and progress to this project."""
+        return pl.Trainer(
+            **{field.name: getattr(self, field.name) for field in fields(self)},
+            plugins=[AtomicCheckpointIO()],
+            use_distributed_sampler=False,
+            num_sanity_val_steps=0,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **ours,
+        )
+
+
+class ExperimentCLI(LightningCLI):
+    """Parses a run's configuration: `--config` files, the last wins, then single keys.
+
+    Args:
+        args: as typed after the command's name.
+        command: shown in messages.
+        build: make the model and data; False only parses and checks.
+    """
+
+    model: LitTransformer
+    datamodule: TranslationDataModule
+
+    def __init__(self, args: Sequence[str], command: str = "fit", build: bool = True) -> None:
+        self._build = build
+        super().__init__(
+            LitTransformer,
+            TranslationDataModule,
+            save_config_callback=None,
+            seed_everything_default=1,
+            parser_kwargs={
+                "prog": f"lit-transformer {command}",
+                "description": "Every key can stand in a --config file as well.",
+                "allow_abbrev": False,  # or a misspelt key is taken for a longer one
+            },
+            args=list(args),
+            run=False,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+        )
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_class_arguments(RunConfig, "run")
+        parser.add_class_arguments(TranslationDataModule, "data", sub_configs=True)
+        parser.add_class_arguments(LitTransformer, "model", sub_configs=True)
+        parser.add_class_arguments(TrainerConfig, "trainer", sub_configs=True)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.link_arguments("data.vocab_size", "model.vocab_size")
+        for target in ("data.seed", "model.seed"):
+            parser.link_arguments("seed_everything", target, compute_fn=_seed)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        self.config = parser.parse_args(args)
+
+    def instantiate_classes(self) -> None:
+        # Every configuration is built once on no memory at all: that checks it before anything starts.
+        with torch.device("meta"):
+            self.config_init = self.parser.instantiate_classes(self.config)
+        if self._build:
+            pl.seed_everything(self.config["seed_everything"], verbose=False)
+            self.config_init = self.parser.instantiate_classes(self.config)
+        self.datamodule, self.model = self.config_init["data"], self.config_init["model"]
+        self.run: RunConfig = self.config_init["run"]
+        self.trainer_config: TrainerConfig = self.config_init["trainer"]
+        self.folder = Path(self.run.dir)
+
+    def _set_seed(self) -> None:
+        """Done where the model is built, so that nothing in between can use up random numbers."""
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The resolved configuration as plain values, as it would stand in a file."""
+        return yaml.safe_load(self.parser.dump(self.config, skip_none=False, format="yaml"))
+
+    def keep_config(self) -> None:
+        """Save the configuration with the run, or refuse one that would make it another experiment."""
+        path = self.folder / "config.yaml"
+        if path.is_file():
+            old, new = (_flat(c) for c in (yaml.safe_load(path.read_text(encoding="utf-8")), self.plain))
+            for key in sorted(old.keys() | new.keys()):
+                experiment = key in _SAME_TRAINER or key.split(".")[0] in ("model", "data", "seed_everything")
+                if experiment and key not in _NOT_THE_EXPERIMENT and old.get(key) != new.get(key):
+                    raise ValueError(
+                        f"{self.folder} holds a run with {key} = {old.get(key)}, this command has {new.get(key)}: "
+                        "another experiment needs another --run.dir"
+                    )
+        write_atomic(path, self.parser.dump(self.config, skip_none=False, format="yaml").encode())
+
+
+def _seed(seed: bool | int) -> int:
+    if isinstance(seed, bool):
+        raise ValueError("seed_everything must be a whole number, so that the run can be repeated")
+    return seed
+
+
+def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def resolve(args: Sequence[str]) -> dict[str, Any]:
+    """What `fit` would run with these arguments, as plain values; nothing is built.
+
+    Raises:
+        ValueError: the configuration breaks a rule.
+        SystemExit: a key or value that does not parse; the message went to standard error.
+    """
+    return ExperimentCLI(args, "fit", build=False).plain
