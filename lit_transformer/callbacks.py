@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import lightning.pytorch as pl
 
 from lit_transformer.checkpoint import checkpoint_path, prune_checkpoints
 from lit_transformer.module import LitTransformer
+from lit_transformer.progress import clock, say
 from lit_transformer.store import write_json
 
 
@@ -95,14 +95,3 @@ class Progress(pl.Callback):
             f"{latest.get('train_perplexity', float('nan')):.1f}, {speed:,.0f} target tokens/s, "
             f"{clock(left)} left"
         )
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def clock(seconds: float) -> str:
-    """12345.6 -> 3:25:45"""
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 import yaml
+from jsonargparse import ArgumentError
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy
 
@@ -138,6 +139,7 @@ class ExperimentCLI(LightningCLI):
             parser_kwargs={
                 "prog": f"lit-transformer {command}",
                 "description": "Every key can stand in a --config file as well.",
+                "exit_on_error": False,
                 "allow_abbrev": False,  # or a misspelt key is taken for a longer one
             },
             args=list(args),
@@ -158,7 +160,10 @@ class ExperimentCLI(LightningCLI):
             parser.link_arguments("seed_everything", target, compute_fn=_seed)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        self.config = parser.parse_args(args)
+        try:
+            self.config = parser.parse_args(args)
+        except ArgumentError as error:
+            raise ValueError(f"{error}; `lit-transformer fit --help` lists the keys") from error
 
     def instantiate_classes(self) -> None:
         # Every configuration is built once on no memory at all: that checks it before anything starts.
@@ -212,7 +217,6 @@ def resolve(args: Sequence[str]) -> dict[str, Any]:
     """What `fit` would run with these arguments, as plain values; nothing is built.
 
     Raises:
-        ValueError: the configuration breaks a rule.
-        SystemExit: a key or value that does not parse; the message went to standard error.
+        ValueError: an unknown key, a value of the wrong kind, or one that breaks a rule.
     """
     return ExperimentCLI(args, "fit", build=False).plain

@@ -6,9 +6,13 @@ import argparse
 import contextlib
 import fcntl
 import logging
+import os
 import platform
+import signal
 import subprocess
 import sys
+import threading
+import time
 import uuid
 import warnings
 from collections.abc import Iterator, Sequence
@@ -20,14 +24,17 @@ import torch
 from lightning.fabric.utilities.rank_zero import _get_rank
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 
-from lit_transformer.callbacks import Checkpoints, Progress, say
+from lit_transformer.callbacks import Checkpoints, Progress
 from lit_transformer.checkpoint import average_checkpoints, list_checkpoints, load_checkpoint
 from lit_transformer.cli import ExperimentCLI
 from lit_transformer.corpus import describe, prepare, read_lines
 from lit_transformer.decode import BEAM_SIZE, LENGTH_PENALTY
 from lit_transformer.module import Evaluation
+from lit_transformer.progress import say
 from lit_transformer.store import Store, atomic_file, write_atomic, write_json
 from lit_transformer.translate import Translator, best_device, one_line
+
+SWEEP_VARIABLE = "LIT_TRANSFORMER_SWEEP"  # process id of the sweep that a trial belongs to
 
 
 @contextlib.contextmanager
@@ -58,6 +65,7 @@ def prepare_command(args: Sequence[str]) -> int:
 
 def fit_command(args: Sequence[str]) -> int:
     """Train, or go on; at the end score the whole validation split and write result.json."""
+    _stop_with_the_sweep()
     cli = ExperimentCLI(args, "fit")
     folder, max_steps = cli.folder, cli.trainer_config.max_steps
     with locked(folder):
@@ -97,6 +105,22 @@ def fit_command(args: Sequence[str]) -> int:
         if trainer.is_global_zero:
             _write_result(cli, trainer, found, args)
     return 0
+
+
+def _stop_with_the_sweep() -> None:
+    """A trial whose sweep was killed ends too: nothing goes on where nobody sees it."""
+    parent = int(os.environ.get(SWEEP_VARIABLE, "0"))
+
+    def watch() -> None:
+        while True:
+            time.sleep(2)
+            try:
+                os.kill(parent, 0)
+            except ProcessLookupError:
+                os.kill(os.getpid(), signal.SIGKILL)  # every file is written atomically, so this is safe
+
+    if parent:
+        threading.Thread(target=watch, daemon=True).start()
 
 
 def _loggers(cli: ExperimentCLI) -> list[Logger]:

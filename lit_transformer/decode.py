@@ -83,7 +83,7 @@ def greedy_search(
     log_prob = torch.zeros(len(src), device=src.device)
     rows, outputs = list(range(len(src))), [(((), 0.0, False))] * len(src)
     history = tokens[:, :0]
-    for length in range(1, int(limits.max()) + 1):
+    for length in range(1, max(limits.tolist(), default=0) + 1):
         step_log_prob, tokens = _log_probs(model.step(tokens, state), banned_ids)[:, 0].max(-1, keepdim=True)
         log_prob = log_prob + step_log_prob[:, 0]
         history = torch.cat((history, tokens), 1)
@@ -132,10 +132,7 @@ def beam_search(
     Raises:
         ValueError: for sizes out of range.
     """
-    if not 1 <= n_best <= beam_size:
-        raise ValueError(f"n_best = {n_best}, beam_size = {beam_size}: 1 <= n_best <= beam_size must hold")
-    if length_penalty < 0:
-        raise ValueError(f"length_penalty = {length_penalty}: must be at least 0")
+    _check_sizes(beam_size, n_best, length_penalty)
     width, device = beam_size, src.device
     limits = _limits(model, src)
     finished: list[list[Hypothesis]] = [[] for _ in range(len(src))]
@@ -184,7 +181,17 @@ def beam_search(
             state.select(beams.flatten(), kept)
         else:
             state.select(beams.flatten())
+    for best in finished:
+        if not best:  # a model without a number for any token, after training has diverged: still one output each
+            best.append(Hypothesis((), -math.inf, -math.inf, False))
     return finished
+
+
+def _check_sizes(beam_size: int, n_best: int, length_penalty: float) -> None:
+    if not 1 <= n_best <= beam_size:
+        raise ValueError(f"n_best = {n_best}, beam_size = {beam_size}: 1 <= n_best <= beam_size must hold")
+    if not length_penalty >= 0:
+        raise ValueError(f"length_penalty = {length_penalty}: must be at least 0")
 
 
 def _log_probs(logits: Tensor, banned_ids: Sequence[int]) -> Tensor:
@@ -217,7 +224,11 @@ def search_all(
         model: a Transformer; searched in eval mode, its own mode is restored.
         sources: ids of each source, EOS included.
         batch_tokens: padded source tokens in one batch, times beams; a longer sentence is a batch of its own.
+
+    Raises:
+        ValueError: for sizes out of range.
     """
+    _check_sizes(beam_size, n_best, length_penalty)
     device = next(model.parameters()).device
     order = sorted(range(len(sources)), key=lambda i: -len(sources[i]))
     results: list[list[Hypothesis]] = [[] for _ in sources]

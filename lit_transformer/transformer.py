@@ -62,8 +62,8 @@ class TransformerConfig:
                     )
                 object.__setattr__(self, name, self.d_model // self.num_heads)
             self._require_positive(name)
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout = {self.dropout}: must be at least 0 and less than 1")
+        if isinstance(self.dropout, (bool, str)) or not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout = {self.dropout!r}: must be a number of at least 0 and less than 1")
         if self.position not in ("sinusoidal", "learned"):
             raise ValueError(f"position = {self.position!r}: must be 'sinusoidal' or 'learned'")
         if self.position == "sinusoidal":
@@ -303,7 +303,8 @@ class Transformer(nn.Module):
             positions = getattr(self, learned)[start:end]
         else:
             positions = self._sinusoid_table(end, tokens.device)[start:end]
-        return self.dropout(self.embedding(tokens) * math.sqrt(self.config.d_model) + positions)
+        scaled = self.embedding(tokens) * math.sqrt(self.config.d_model)
+        return self.dropout(scaled + positions.to(scaled.dtype))
 
     def _sinusoid_table(self, length: int, device: torch.device) -> Tensor:
         if len(self._sinusoids) < length or self._sinusoids.device != device:
