@@ -179,6 +179,7 @@ def test_compound_split_bleu_equals_moses_tokens_split_and_scored_here(hypothese
         ("a-b-c-d", "a ##AT##-##AT## b-c ##AT##-##AT## d"),
         ("ab-cd-ef", "ab ##AT##-##AT## cd ##AT##-##AT## ef"),
         ("a-b c-d", "a ##AT##-##AT## b c ##AT##-##AT## d"),
+        ("x--y", "x ##AT##-##AT## -y"),  # any character but a space on either side, a hyphen too
         ("Vor- und Nachteile", "Vor- und Nachteile"),
         ("ja - nein", "ja - nein"),
         ("-5 Grad", "-5 Grad"),

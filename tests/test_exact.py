@@ -1,0 +1,160 @@
+"""A run's result does not depend on how often it was killed, nor on how many processes ran it."""
+
+import csv
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import make_module
+
+from lit_transformer.checkpoint import list_checkpoints, load_checkpoint
+
+STEPS = 40
+
+
+def fit_command(corpus, folder, **options):
+    """The command as typed; its options are keys with their values."""
+    lists = ("train", "valid", "test")
+    data = {f"data.{k}": json.dumps(v) if k in lists else v for k, v in corpus.items()}
+    small = {"num_layers": 1, "d_model": 16, "d_ff": 32, "num_heads": 2, "warmup": 10, "dropout": 0.1}
+    keys = {
+        **data,
+        **{f"model.{k}": v for k, v in small.items()},
+        "model.lr_factor": 0.2,  # at the paper's rate so small a model amplifies rounding
+        "model.validate_every": 6,
+        "model.bleu_every": 0,
+        "data.tokens_per_update": 300,
+        "data.max_tokens": 100,
+        "trainer.max_steps": STEPS,
+        "trainer.accelerator": "cpu",
+        "trainer.devices": 1,
+        "trainer.log_every_n_steps": 1,
+        "run.dir": folder,
+        "run.checkpoint_every": 4,
+        **options,
+    }
+    return [sys.executable, "-m", "lit_transformer", "fit", *(str(x) for k, v in keys.items() for x in (f"--{k}", v))]
+
+
+def environment():
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def run(command):
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def last(folder):
+    step, path = list_checkpoints(folder / "checkpoints")[-1]
+    assert step == STEPS
+    return load_checkpoint(path)
+
+
+def curves(folder):
+    """{(update, column): value} over all sessions of a run, the later one's word on an update counts."""
+    values = {}
+    versions = (folder / "csv").glob("version_*/metrics.csv")
+    for file in sorted(versions, key=lambda path: int(path.parent.name.split("_")[1])):
+        with open(file, newline="", encoding="utf-8") as lines:
+            for row in csv.DictReader(lines):
+                for column, value in row.items():
+                    if value and column not in ("step", "tgt_tokens_per_second"):
+                        values[int(row["step"]), column] = value
+    return values
+
+
+@pytest.fixture(scope="module")
+def straight(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("straight")
+    run(fit_command(corpus, folder))
+    return folder
+
+
+def kill_when_past(command, folder, step):
+    """Start, kill -9 a moment after the checkpoint of some update, wherever that moment falls."""
+    process = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    while process.poll() is None:
+        found = list_checkpoints(folder / "checkpoints")
+        if found and found[-1][0] >= step:
+            time.sleep(random.uniform(0, 0.05))
+            break
+        time.sleep(0.002)
+    alive = process.poll() is None
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return alive
+
+
+def assert_same_run(folder, expected):
+    a, b = last(folder), last(expected)
+    assert a["state_dict"].keys() == b["state_dict"].keys()
+    for name in a["state_dict"]:
+        assert torch.equal(a["state_dict"][name], b["state_dict"][name]), name
+    moments = zip(a["optimizer_states"][0]["state"].values(), b["optimizer_states"][0]["state"].values(), strict=True)
+    for one, other in moments:
+        assert all(torch.equal(one[key], other[key]) for key in one)
+    assert curves(folder) == curves(expected)
+    results = [json.loads((f / "result.json").read_text()) for f in (folder, expected)]
+    for key in ("nll", "bleu", "chrf", "updates", "tgt_tokens", "flops", "data"):
+        assert results[0][key] == results[1][key], key
+
+
+def test_killed_and_typed_again_is_the_same_run_bit_for_bit(corpus, straight, tmp_path):
+    command = fit_command(corpus, tmp_path)
+    assert kill_when_past(command, tmp_path, random.randint(1, 30)), "it ended before it could be killed"
+    run(command)
+    assert_same_run(tmp_path, straight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_killed_many_times_is_the_same_run_bit_for_bit(corpus, straight, tmp_path, workers):
+    command = fit_command(corpus, tmp_path, **{"data.num_workers": workers})
+    kills = sum(kill_when_past(command, tmp_path, step) for step in (4, 6, 13, 24, 36))
+    run(command)
+    assert kills >= 3
+    assert_same_run(tmp_path, straight)
+
+
+def test_one_rank_with_accumulation_and_two_ranks_end_with_the_same_weights(corpus, tmp_path):
+    no_dropout = {"model.dropout": 0.0}
+    two_ranks = {"trainer.devices": 2, "trainer.strategy": "ddp"}
+    run(fit_command(corpus, tmp_path / "one", **no_dropout))
+    run(fit_command(corpus, tmp_path / "two", **no_dropout, **two_ranks))
+    one, two = last(tmp_path / "one"), last(tmp_path / "two")
+    fresh = dict(make_module().named_parameters())
+    for name, weight in one["state_dict"].items():
+        torch.testing.assert_close(weight, two["state_dict"][name], atol=1e-4, rtol=1e-3, msg=name)
+        assert (weight - fresh[name]).abs().max() > 0.01, "trained at all"
+    results = [json.loads((tmp_path / f / "result.json").read_text()) for f in ("one", "two")]
+    assert results[0]["nll"] == pytest.approx(results[1]["nll"], rel=1e-5)
+    assert [r["processes"] for r in results] == [1, 2]
+    losses = [{k: float(v) for k, v in curves(tmp_path / f).items() if k[1] == "train_loss"} for f in ("one", "two")]
+    assert len(losses[0]) == STEPS
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_number_of_ranks_may_change_at_a_resume(corpus, straight, tmp_path):
+    # Where the number of micro-batches stays, even the dropout masks are the same.
+    two_ranks = {"trainer.devices": 2, "trainer.strategy": "ddp"}
+    command = fit_command(corpus, tmp_path, **two_ranks)
+    process = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    while not list_checkpoints(tmp_path / "checkpoints") and process.poll() is None:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    run(fit_command(corpus, tmp_path))
+    assert curves(tmp_path).keys() == curves(straight).keys()

@@ -1,0 +1,227 @@
+"""Loss, schedule and the count of updates, against the paper's values and one big batch."""
+
+import math
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from conftest import Seen, make_data, make_module, make_trainer, train
+from torch.nn import functional as F
+
+from lit_transformer.data import collate
+from lit_transformer.module import LitTransformer, TrainingError, learning_rate, token_losses
+from lit_transformer.tokenizer import PAD_ID
+
+
+# The values of paper.md's section on training, d_model 512 and 4,000 updates of warmup.
+@pytest.mark.parametrize(("step", "rate"), [(1, 1.747e-7), (4000, 6.988e-4), (16000, 3.494e-4)])
+def test_learning_rate_is_the_papers(step, rate):
+    assert learning_rate(step, 512, 4000) == pytest.approx(rate, rel=2e-4)
+
+
+def test_learning_rate_without_warmup_starts_at_its_peak_and_is_finite():
+    rates = [learning_rate(step, 512, 1) for step in range(1, 50)]
+    assert max(rates) == rates[0] == pytest.approx(512**-0.5)
+    assert all(map(math.isfinite, rates))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"warmup": 0}, "warmup = 0"),
+        ({"label_smoothing": 1.0}, "label_smoothing = 1.0"),
+        ({"label_smoothing": -0.1}, "label_smoothing = -0.1"),
+        ({"lr_factor": 0.0}, "lr_factor = 0.0"),
+        ({"validate_every": 0}, "validate_every = 0"),
+        ({"bleu_sentences": 0}, "bleu_sentences = 0"),
+    ],
+)
+def test_wrong_options_are_named(options, words):
+    with pytest.raises(ValueError, match=words):
+        make_module(**options)
+
+
+def test_an_unknown_option_is_refused():
+    with pytest.raises(TypeError, match="num_head"):
+        LitTransformer(num_head=4)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.2])
+def test_losses_equal_torchs_cross_entropy(smoothing):
+    torch.manual_seed(0)
+    logits, targets = torch.randn(3, 7, 11) * 3, torch.randint(1, 11, (3, 7))
+    targets[1, 4:] = PAD_ID
+    loss, nll = token_losses(logits, targets, smoothing)
+    flat = logits.flatten(0, 1), targets.flatten()
+    expected = F.cross_entropy(*flat, ignore_index=PAD_ID, label_smoothing=smoothing, reduction="sum")
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert nll.item() == pytest.approx(F.cross_entropy(*flat, ignore_index=PAD_ID, reduction="sum").item(), rel=1e-6)
+
+
+def test_bf16_logits_are_summed_in_float32():
+    torch.manual_seed(0)
+    logits, targets = torch.randn(4, 50, 1000).bfloat16(), torch.randint(1, 1000, (4, 50))
+    assert token_losses(logits, targets, 0.1)[0].dtype == torch.float32
+    assert torch.equal(token_losses(logits, targets, 0.1)[0], token_losses(logits.float(), targets, 0.1)[0])
+
+
+def sentences(*lengths):
+    rng = np.random.default_rng(0)
+    return [rng.integers(4, 300, n) for n in lengths]
+
+
+def test_zero_output_matrix_gives_log_vocabulary():
+    module = make_module()
+    torch.nn.init.zeros_(module.model.embedding.weight)
+    batch = collate(sentences(3, 5), sentences(4, 2), 8)
+    loss, nll = token_losses(module(batch.src, batch.tgt_in), batch.tgt_out, 0.1)
+    assert (loss / 8).item() == pytest.approx(math.log(300), rel=1e-5)
+    assert (nll / 8).item() == pytest.approx(math.log(300), rel=1e-5)
+
+
+def loss_and_gradient(module, batch, per):
+    module.zero_grad()
+    loss = token_losses(module(batch.src, batch.tgt_in), batch.tgt_out, 0.1)[0] / per
+    loss.backward()
+    return loss.item(), [p.grad.clone() for p in module.parameters()]
+
+
+def test_padding_to_64_changes_neither_loss_nor_gradient():
+    module = make_module()
+    alone = collate(sentences(5), sentences(6), 7)
+    padded = alone._replace(**{k: F.pad(getattr(alone, k), (0, 57)) for k in ("src", "tgt_in", "tgt_out")})
+    (loss, grads), (loss2, grads2) = (loss_and_gradient(module, batch, 7) for batch in (alone, padded))
+    assert loss == pytest.approx(loss2, abs=1e-6)
+    for a, b in zip(grads, grads2, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+
+
+def test_every_pair_twice_is_the_same_loss():
+    module = make_module()
+    src, tgt = sentences(5, 3, 9), sentences(6, 2, 9)
+    once = loss_and_gradient(module, collate(src, tgt, 20), 20)[0]
+    assert loss_and_gradient(module, collate(src * 2, tgt * 2, 40), 40)[0] == pytest.approx(once, rel=1e-6)
+
+
+def test_an_empty_micro_batch_adds_nothing():
+    module = make_module()
+    loss, grads = loss_and_gradient(module, collate([], [], 20), 20)
+    assert loss == 0
+    assert all(not grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize("max_tokens", [400, 60, 25])
+def test_accumulation_follows_the_budget_and_gives_the_weights_of_one_big_batch(corpus, max_tokens):
+    expected, _ = train(corpus, max_steps=5)
+    seen = Seen()
+    module, trainer = train(corpus, data={"max_tokens": max_tokens}, max_steps=5, callbacks=[seen])
+    assert trainer.global_step == 5
+    assert seen.micro_batches == 5 * trainer.accumulate_grad_batches
+    assert (trainer.accumulate_grad_batches > 3) == (max_tokens < 400)
+    for (name, a), b in zip(module.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-3, msg=name)
+
+
+def test_reported_loss_does_not_depend_on_the_accumulation(corpus):
+    a, b = Seen(), Seen()
+    train(corpus, max_steps=4, callbacks=[a])
+    train(corpus, data={"max_tokens": 60}, max_steps=4, callbacks=[b])
+    assert len(a.losses) == 4
+    assert a.losses == pytest.approx(b.losses, rel=1e-4)
+
+
+def test_the_rate_counts_updates_not_micro_batches(corpus):
+    seen = Seen()
+    train(corpus, data={"max_tokens": 25}, max_steps=14, callbacks=[seen])
+    assert len(seen.rates) == 14
+    assert seen.rates.index(max(seen.rates)) + 1 == 10  # warmup
+    assert seen.rates == pytest.approx([learning_rate(step, 16, 10) for step in range(1, 15)])
+
+
+def test_the_rate_goes_on_after_a_resume(corpus, tmp_path):
+    train(corpus, tmp_path, max_steps=7)
+    seen = Seen()
+    train(corpus, tmp_path, max_steps=12, callbacks=[seen])
+    assert seen.rates == pytest.approx([learning_rate(step, 16, 10) for step in range(8, 13)])
+
+
+@pytest.mark.parametrize("max_tokens", [400, 25])
+def test_validation_comes_every_so_many_updates(corpus, max_tokens):
+    # An epoch has fewer updates than the interval, and the accumulation does not divide it.
+    seen = Seen()
+    options = {"validate_every": 20}
+    module, _ = train(corpus, data={"max_tokens": max_tokens}, module=options, max_steps=45, callbacks=[seen])
+    assert seen.validated == [20, 40]
+    assert module.evaluation.step == 40
+
+
+def test_bleu_is_decoded_at_every_mth_validation_on_the_stated_number_of_sentences(corpus):
+    found = []
+
+    class Note(pl.Callback):
+        def on_validation_end(self, trainer, module):
+            found.append((trainer.global_step, [score.sentences for score in module.evaluation.scores]))
+
+    options = {"validate_every": 2, "bleu_every": 2, "bleu_sentences": 7}
+    train(corpus, module=options, max_steps=8, callbacks=[Note()])
+    assert found == [(2, []), (4, [7, 7, 7]), (6, []), (8, [7, 7, 7])]
+
+
+def test_validation_perplexity_is_exp_of_the_unsmoothed_nll_of_all_target_tokens(corpus):
+    module, data = make_module(label_smoothing=0.2), make_data(corpus)
+    make_trainer().validate(module, datamodule=data, verbose=False)
+    total, count = 0.0, 0
+    for src, tgt in zip(data.sentences("valid", "src"), data.sentences("valid", "tgt"), strict=True):
+        batch = collate([src], [tgt], 1)
+        log_probs = module.model(batch.src, batch.tgt_in).double().log_softmax(-1)[0]
+        total -= sum(log_probs[i, t].item() for i, t in enumerate(batch.tgt_out[0].tolist()))
+        count += len(tgt) + 1
+    assert module.evaluation.tokens == count
+    assert module.evaluation.nll == pytest.approx(total / count, rel=1e-5)
+    assert module.evaluation.perplexity == pytest.approx(math.exp(total / count), rel=1e-5)
+
+
+def test_a_non_finite_update_stops_before_it_reaches_the_weights(corpus):
+    class Poison(pl.Callback):
+        def on_after_backward(self, trainer, module):
+            if trainer.global_step == 3:
+                module.model.embedding.weight.grad[5, 0] = float("nan")
+
+    module, trainer = make_module(), make_trainer(callbacks=[Poison()])
+    with pytest.raises(TrainingError, match="update 4: .*no longer finite"):
+        trainer.fit(module, datamodule=make_data(corpus))
+    assert trainer.global_step == 3
+    assert all(torch.isfinite(p).all() for p in module.parameters())
+
+
+def test_a_checkpoint_loads_by_itself_with_the_model_it_holds(corpus, tmp_path):
+    module, _ = train(corpus, tmp_path, module={"d_k": 4, "dropout": 0.2}, max_steps=2)
+    (checkpoint,) = tmp_path.glob("*.ckpt")
+    loaded = LitTransformer.load_from_checkpoint(checkpoint, weights_only=True)
+    assert loaded.config == module.config
+    assert loaded.warmup == 10
+    for a, b in zip(loaded.parameters(), module.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_learned_positions_shorter_than_the_text_are_refused_at_setup(corpus):
+    with pytest.raises(ValueError, match="max_positions = 8: the longest training sentence has"):
+        train(corpus, module={"position": "learned", "max_positions": 8})
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+def test_other_precisions_train(corpus, precision):
+    module, _ = train(corpus, max_steps=3, precision=precision)
+    assert all(torch.isfinite(p).all() for p in module.parameters())
+
+
+@pytest.mark.slow
+def test_a_compiled_model_trains_to_the_same_weights_and_loads_into_a_plain_one(corpus, tmp_path):
+    plain, _ = train(corpus, max_steps=3)
+    compiled, _ = train(corpus, tmp_path, module={"compile": True}, max_steps=3)
+    (checkpoint,) = tmp_path.glob("*.ckpt")
+    loaded = LitTransformer.load_from_checkpoint(checkpoint, weights_only=True)
+    for a, b, c in zip(plain.parameters(), compiled.parameters(), loaded.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
+        assert torch.equal(b, c)
