@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from lit_transformer.checkpoint import AtomicCheckpointIO
 from lit_transformer.data import TranslationDataModule
 from lit_transformer.module import LitTransformer
 from lit_transformer.store import write_atomic
+from lit_transformer.transformer import TransformerConfig
 
 # Where a run differs in these, it is not the same run; everything else may change at a resume.
 _NOT_THE_EXPERIMENT = {
@@ -184,6 +185,18 @@ class ExperimentCLI(LightningCLI):
     def plain(self) -> dict[str, Any]:
         """The resolved configuration as plain values, as it would stand in a file."""
         return yaml.safe_load(self.parser.dump(self.config, skip_none=False, format="yaml"))
+
+    def departures(self) -> list[str]:
+        """What differs from the paper's base model and training, each with the paper's value in brackets."""
+        paper = self.parser.get_defaults()
+        pairs = {name: (value, getattr(TransformerConfig(), name)) for name, value in asdict(self.model.config).items()}
+        for group, names in (
+            ("model", ("label_smoothing", "warmup", "lr_factor")),
+            ("data", ("vocab_size", "tokens_per_update")),
+            ("trainer", ("max_steps", "gradient_clip_val")),
+        ):
+            pairs |= {name: (self.config[group][name], paper[group][name]) for name in names}
+        return [f"{name} = {ours} ({theirs})" for name, (ours, theirs) in pairs.items() if ours != theirs]
 
     def keep_config(self) -> None:
         """Save the configuration with the run, or refuse one that would make it another experiment."""

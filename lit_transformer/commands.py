@@ -27,10 +27,11 @@ from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lit_transformer.callbacks import Checkpoints, Progress
 from lit_transformer.checkpoint import average_checkpoints, list_checkpoints, load_checkpoint
 from lit_transformer.cli import ExperimentCLI
-from lit_transformer.corpus import describe, prepare, read_lines
+from lit_transformer.corpus import describe, prepare
 from lit_transformer.decode import BEAM_SIZE, LENGTH_PENALTY
 from lit_transformer.module import Evaluation
 from lit_transformer.progress import say
+from lit_transformer.sources import read_lines
 from lit_transformer.store import Store, atomic_file, write_atomic, write_json
 from lit_transformer.translate import Translator, best_device, one_line
 
@@ -69,7 +70,8 @@ def fit_command(args: Sequence[str]) -> int:
     cli = ExperimentCLI(args, "fit")
     folder, max_steps = cli.folder, cli.trainer_config.max_steps
     with locked(folder):
-        cli.keep_config()
+        if not _get_rank():
+            cli.keep_config()
         checkpoints = list_checkpoints(folder / "checkpoints")
         reached = checkpoints[-1][0] if checkpoints else 0
         if reached > max_steps:
@@ -81,6 +83,12 @@ def fit_command(args: Sequence[str]) -> int:
         if reached == max_steps and result.is_file():
             say(f"{folder} is finished: {reached:,} updates, see {result}")
             return 0
+        departures = cli.departures()
+        say(
+            f"{cli.model.model.num_parameters:,} parameters; departs from the paper's base in: {', '.join(departures)}"
+            if departures
+            else f"{cli.model.model.num_parameters:,} parameters; the paper's base model and training"
+        )
         result.unlink(missing_ok=True)  # of fewer updates, where a finished run is extended
         trainer = cli.trainer_config.build(
             logger=_loggers(cli),
@@ -92,12 +100,13 @@ def fit_command(args: Sequence[str]) -> int:
         if reached < max_steps:
             if reached:
                 say(f"{folder}: going on after update {reached:,}")
-            trainer.fit(
-                cli.model,
-                datamodule=cli.datamodule,
-                ckpt_path=checkpoints[-1][1] if checkpoints else None,
-                weights_only=True,
-            )
+            newest = checkpoints[-1][1] if checkpoints else None
+            try:
+                trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=newest, weights_only=True)
+            except SystemExit:
+                if trainer.interrupted:  # Lightning turns an interrupt into an exit of its own
+                    raise KeyboardInterrupt from None
+                raise
             if trainer.global_step < max_steps:
                 say(f"{folder}: stopped at update {trainer.global_step:,}; the same command goes on")
                 return 1
@@ -132,26 +141,29 @@ def _loggers(cli: ExperimentCLI) -> list[Logger]:
     except ImportError:
         say("wandb is not installed: going on without it")
         return loggers
-    online = cli.run.wandb == "online" and bool(wandb.api.api_key)
+    online = cli.run.wandb == "online" and wandb.login(prompt=False, verify=False)
     if cli.run.wandb == "online" and not online:
         say("wandb: no key found, writing offline; `wandb sync` sends it later")
     identity = cli.folder / "wandb_id"
     if not identity.is_file() and not _get_rank():
         write_atomic(identity, uuid.uuid4().hex[:8].encode())
-    seed = cli.config["seed_everything"]
-    loggers.append(
-        WandbLogger(
-            name=f"{cli.run.variant or cli.folder.name}-seed{seed}",
-            save_dir=cli.folder,
-            project=cli.run.wandb_project,
-            group=cli.run.study or None,
-            id=identity.read_text() if identity.is_file() else None,
-            resume="allow",
-            offline=not online,
-            config=cli.plain,
-        )
-    )
-    return loggers
+    options: dict[str, Any] = {
+        "name": f"{cli.run.variant or cli.folder.name}-seed{cli.config['seed_everything']}",
+        "save_dir": cli.folder,
+        "project": cli.run.wandb_project,
+        "group": cli.run.study or None,
+        "id": identity.read_text() if identity.is_file() else None,  # the same run after a resume
+        "resume": "allow",
+        "config": cli.plain,
+    }
+    logger = WandbLogger(offline=not online, **options)
+    if online and not _get_rank():
+        try:
+            _ = logger.experiment  # connects now, so that no training waits for a network that is not there
+        except wandb.errors.Error as error:
+            say(f"wandb: {error}; writing offline, `wandb sync` sends it later")
+            logger = WandbLogger(offline=True, **options)
+    return [*loggers, logger]
 
 
 def _score(cli: ExperimentCLI, trainer: pl.Trainer, split: str, checkpoint: Path, sentences: int = 0) -> Evaluation:

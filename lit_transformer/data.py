@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lit_transformer.batching import UpdatePlan, evaluation_batches
-from lit_transformer.corpus import CorpusConfig, prepare, store_folder
+from lit_transformer.corpus import prepare, store_folder
+from lit_transformer.sources import CorpusConfig
 from lit_transformer.store import Sentences, Store
 from lit_transformer.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
 

@@ -8,7 +8,7 @@ hypotheses alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -216,7 +216,8 @@ def search_all(
     beam_size: int = BEAM_SIZE,
     length_penalty: float = LENGTH_PENALTY,
     n_best: int = 1,
-    batch_tokens: int = 2048,
+    batch_tokens: int = 8192,
+    report: Callable[[int], None] = lambda done: None,
 ) -> list[list[Hypothesis]]:
     """Beam search over any number of sources, batched by length; outputs stand in the order of the inputs.
 
@@ -224,6 +225,7 @@ def search_all(
         model: a Transformer; searched in eval mode, its own mode is restored.
         sources: ids of each source, EOS included.
         batch_tokens: padded source tokens in one batch, times beams; a longer sentence is a batch of its own.
+        report: told after each batch how many sources are done.
 
     Raises:
         ValueError: for sizes out of range.
@@ -247,6 +249,7 @@ def search_all(
             )
             for i, hypotheses in zip(batch, found, strict=True):
                 results[i] = hypotheses
+            report(len(sources) - len(order))
     finally:
         model.train(training)
     return results

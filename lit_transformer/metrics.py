@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import sacrebleu
 import sacremoses
 import torch
 from sacrebleu.metrics import BLEU, CHRF
 from torch import Tensor
+from torch.nn import Module
 from torchmetrics import Metric
 
 # Below this many, a corpus BLEU says little: its n-gram counts are a handful.
 FEW_SENTENCES = 100
-SUBWORD_MARKS = ("\u2581", "@@ ", "<0x")
+# sentencepiece's space, subword-nmt's joint, and a byte piece.
+SUBWORD_MARKS = {"U+2581": re.compile("\u2581"), "@@": re.compile("@@( |$)"), "<0x..>": re.compile("<0x[0-9A-F]{2}>")}
 
 
 @dataclass(frozen=True)
@@ -106,11 +109,11 @@ def _check(hypotheses: Sequence[str], references: Sequence[str]) -> None:
         raise ValueError(f"{len(hypotheses)} hypotheses for {len(references)} references: one for each is needed")
     if not hypotheses:
         raise ValueError("no sentence to score")
-    for mark in SUBWORD_MARKS:
-        marked = [i for i, line in enumerate(hypotheses, 1) if mark in line]
-        if marked and not any(mark in line for line in references):
+    for mark, pattern in SUBWORD_MARKS.items():
+        marked = [i for i, line in enumerate(hypotheses, 1) if pattern.search(line)]
+        if marked and not any(pattern.search(line) for line in references):
             raise ValueError(
-                f"{len(marked)} of {len(hypotheses)} hypotheses hold the subword mark {mark!r} (first in line "
+                f"{len(marked)} of {len(hypotheses)} hypotheses hold the subword mark {mark} (first in line "
                 f"{marked[0]}): decode them to plain text before scoring"
             )
 
@@ -127,6 +130,12 @@ class TokenNLL(Metric):
         # A sum over a corpus in float32 loses digits.
         self.add_state("nll", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("tokens", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def _apply(self, fn: Callable[..., Any], exclude_state: Sequence[str] = "") -> Module:
+        applied = super()._apply(fn, exclude_state)
+        self.nll = self.nll.double()  # also where a whole module is cast to a lower precision
+        self._defaults["nll"] = self._defaults["nll"].double()  # type: ignore[union-attr]
+        return applied
 
     def update(self, nll: Tensor, tokens: Tensor) -> None:
         """Add a batch: the sum of its NLL in nats, and how many tokens that is the sum of."""

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from lit_transformer.data import Batch, TranslationDataModule
 from lit_transformer.decode import BEAM_SIZE, LENGTH_PENALTY, search_all
 from lit_transformer.metrics import Score, TokenNLL, compound_split_bleu, corpus_bleu, corpus_chrf, perplexity
+from lit_transformer.progress import reporter
 from lit_transformer.tokenizer import PAD_ID
 from lit_transformer.transformer import Transformer, TransformerConfig
 
@@ -285,6 +286,7 @@ class LitTransformer(pl.LightningModule):
             [sources[i] for i in chosen[rank::world]],
             beam_size=self.beam_size,
             length_penalty=self.length_penalty,
+            report=reporter(f"decoding {split}", len(chosen[rank::world])) if rank == 0 else lambda done: None,
         )
         mine = [(self._data.tokenizer.decode(best[0].ids), best[0].finished) for best in outputs]
         parts: list[Any] = [mine]

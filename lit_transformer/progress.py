@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 
 
 def say(line: str) -> None:
@@ -15,3 +17,17 @@ def clock(seconds: float) -> str:
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
+
+
+def reporter(what: str, total: int, every_seconds: float = 5.0) -> Callable[[int], None]:
+    """A function to tell how many of `total` are done; it says so, with the time left, every few seconds."""
+    start = shown = time.monotonic()
+
+    def report(done: int) -> None:
+        nonlocal shown
+        now = time.monotonic()
+        if now - shown >= every_seconds and done < total:
+            shown = now
+            say(f"{what}: {done:,} of {total:,}, {clock((now - start) / done * (total - done))} left")
+
+    return report

@@ -114,6 +114,8 @@ class SplitWriter:
 
     def append(self, src: Sequence[Sequence[int]], tgt: Sequence[Sequence[int]]) -> None:
         """Two lists of sentences of equal length."""
+        if len(src) != len(tgt):
+            raise ValueError(f"{len(src)} source and {len(tgt)} target sentences: pairs are needed")
         for side, sentences in zip(SIDES, (src, tgt), strict=True):
             lengths = np.fromiter((len(s) for s in sentences), np.int64, len(sentences))
             flat = np.fromiter((i for s in sentences for i in s), self.dtype, int(lengths.sum()))
@@ -152,9 +154,13 @@ def seal(folder: Path, tokenizer: str, report: dict[str, Any]) -> str:
         The fingerprint of content and tokeniser.
     """
     hashes = {file.name: sha256(file) for file in sorted(folder.iterdir())}
-    digest = hashlib.sha256(json.dumps([tokenizer, hashes]).encode()).hexdigest()[:16]
+    digest = _fingerprint(tokenizer, hashes)
     write_json(folder / "meta.json", {"fingerprint": digest, "tokenizer": tokenizer, "report": report, "files": hashes})
     return digest
+
+
+def _fingerprint(tokenizer: str, hashes: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps([tokenizer, hashes], sort_keys=True).encode()).hexdigest()[:16]
 
 
 class Store:
@@ -172,7 +178,15 @@ class Store:
         meta_path = self.folder / "meta.json"
         if not meta_path.is_file():
             raise ValueError(f"{self.folder} is no prepared corpus (no meta.json): run `lit-transformer prepare`")
-        self.meta: dict[str, Any] = json.loads(meta_path.read_text(encoding="utf-8"))
+        try:
+            self.meta: dict[str, Any] = json.loads(meta_path.read_bytes())
+            sealed = _fingerprint(self.meta["tokenizer"], self.meta["files"]) == self.meta["fingerprint"]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            sealed = False
+        if not sealed:
+            raise ValueError(
+                f"{meta_path} is damaged: remove the folder {self.folder} and run `lit-transformer prepare`"
+            )
         for name, expected in self.meta["files"].items():
             file = self.folder / name
             if not file.is_file() or sha256(file) != expected:

@@ -28,9 +28,10 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from lit_transformer.commands import SWEEP_VARIABLE
-from lit_transformer.corpus import CorpusConfig, prepare
+from lit_transformer.corpus import prepare
 from lit_transformer.progress import clock, say
 from lit_transformer.results import build
+from lit_transformer.sources import CorpusConfig
 from lit_transformer.store import write_atomic
 from lit_transformer.study import Cell, check, describe, fit_arguments, read_study_file
 

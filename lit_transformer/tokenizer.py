@@ -17,7 +17,8 @@ PAD_ID, UNK_ID, BOS_ID, EOS_ID = 0, 1, 2, 3
 # sentencepiece skips longer training lines without a word; we raise its limit and count what is beyond.
 MAX_LINE_BYTES = 65536
 # What sentencepiece writes into its pieces: space mark, unknown mark, and the decoder's sign for unknown.
-PIECE_MARKS = ("\u2581", "\u2585", " \u2047 ")
+RESERVED = "\u2585"  # lines with it are skipped by the trainer too, silently
+PIECE_MARKS = ("\u2581", RESERVED, " \u2047 ")
 
 
 class Tokenizer:
@@ -34,7 +35,8 @@ class Tokenizer:
         self.vocab_size: int = self._pieces.vocab_size()
         digest = hashlib.sha256()
         for i in range(self.vocab_size):  # not of the file: that also holds the trainer's own settings
-            digest.update(f"{i}\t{self._pieces.id_to_piece(i)}\t{self._pieces.get_score(i)}\n".encode())
+            kind = [getattr(self._pieces, f"is_{kind}")(i) for kind in ("byte", "control", "unknown", "unused")]
+            digest.update(f"{i}\t{self._pieces.id_to_piece(i)}\t{self._pieces.get_score(i)}\t{kind}\n".encode())
         self.fingerprint = digest.hexdigest()[:16]
         expected = {"pad": PAD_ID, "unk": UNK_ID, "bos": BOS_ID, "eos": EOS_ID}
         found = {name: getattr(self._pieces, f"{name}_id")() for name in expected}
@@ -46,21 +48,26 @@ class Tokenizer:
         """Learn a vocabulary of exactly `vocab_size` entries.
 
         Returns:
-            The tokeniser, and the number of lines left out because they exceed MAX_LINE_BYTES.
+            The tokeniser, and the number of lines left out, too long or holding U+2585.
 
         Raises:
             ValueError: no usable line, or text too small or too varied for the size asked for.
         """
         taken = skipped = 0
+        failure: BaseException | None = None
 
         def usable() -> Iterator[str]:
-            nonlocal taken, skipped
-            for line in lines:
-                if len(line.encode()) > MAX_LINE_BYTES:
-                    skipped += 1
-                elif line.strip():
-                    taken += 1
-                    yield line
+            nonlocal taken, skipped, failure
+            try:
+                for line in lines:
+                    if len(line.encode()) > MAX_LINE_BYTES or RESERVED in line:
+                        skipped += 1
+                    elif line.strip():
+                        taken += 1
+                        yield line
+            except BaseException as error:  # sentencepiece would turn any of them into a RuntimeError of its own
+                failure = error
+                raise
 
         model = io.BytesIO()
         try:
@@ -83,14 +90,15 @@ class Tokenizer:
                 minloglevel=2,
             )
         except RuntimeError as error:
+            if failure:
+                raise failure from None
             if not taken:
                 raise ValueError(
-                    f"no line to train a tokeniser on: {skipped} lines are longer than {MAX_LINE_BYTES} bytes, "
-                    "the others are blank"
+                    f"no line to train a tokeniser on: {skipped} lines are longer than {MAX_LINE_BYTES} bytes or hold "
+                    "U+2585, the others are blank"
                 ) from error
-            raise ValueError(
-                f"vocab_size = {vocab_size} does not suit these {taken} lines: {str(error).split('] ')[-1]}"
-            ) from error
+            reason = str(error).split("] ")[-1].strip() or "at least 260 are needed for bytes and special ids"
+            raise ValueError(f"vocab_size = {vocab_size} does not suit these {taken} lines: {reason}") from error
         return cls(model.getvalue()), skipped
 
     @classmethod
@@ -98,8 +106,8 @@ class Tokenizer:
         """Raises ValueError where the file is no sentencepiece model of ours."""
         try:
             return cls(path.read_bytes())
-        except RuntimeError as error:
-            raise ValueError(f"{path} is not a sentencepiece model: {error}") from error
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"{path} is not a tokeniser of ours: {error}") from error
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, without special ids."""

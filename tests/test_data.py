@@ -91,9 +91,7 @@ def test_lightning_gets_the_planned_batches_and_no_sampler_of_its_own(corpus):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_resumed_loader_starts_at_the_update_reached(corpus, workers):
     data = prepared(corpus, num_workers=workers)
-    data.trainer = SimpleNamespace(
-        max_steps=9, global_step=5, accumulate_grad_batches=2, global_rank=0, world_size=1
-    )
+    data.trainer = SimpleNamespace(max_steps=9, global_step=5, accumulate_grad_batches=2, global_rank=0, world_size=1)
     loader = data.train_dataloader()
     wanted = TrainingBatches(data.store, data.plan, 400, 2, 0, 1)
     assert len(loader) == 18
@@ -136,7 +134,11 @@ def test_other_text_of_the_same_name_is_other_data(corpus, tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"max_tokens": 0}, "max_tokens = 0"), ({"num_workers": -1}, "num_workers = -1"), ({"vocab_size": 0}, "vocab_size")],
+    [
+        ({"max_tokens": 0}, "max_tokens = 0"),
+        ({"num_workers": -1}, "num_workers = -1"),
+        ({"vocab_size": 0}, "vocab_size"),
+    ],
 )
 def test_wrong_options_are_named(corpus, options, words):
     with pytest.raises(ValueError, match=words):

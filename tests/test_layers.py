@@ -17,24 +17,36 @@ ALLOWED = {
     "progress": set(),
     "transformer": {"tokenizer"},
     "checkpoint": {"store"},
-    "corpus": {"tokenizer", "store"},
+    "sources": set(),
+    "corpus": {"sources", "tokenizer", "store", "progress"},
     "decode": {"tokenizer", "transformer"},
-    "data": {"corpus", "tokenizer", "store", "batching"},
-    "module": {"transformer", "data", "decode", "metrics", "tokenizer"},
+    "data": {"sources", "corpus", "tokenizer", "store", "batching"},
+    "module": {"transformer", "data", "decode", "metrics", "tokenizer", "progress"},
     "callbacks": {"module", "checkpoint", "store", "progress"},
     "translate": {"module", "checkpoint", "corpus", "decode", "tokenizer"},
-    "cli": {"module", "data", "checkpoint", "store"},
+    "cli": {"module", "data", "checkpoint", "store", "transformer"},
     "commands": {
-        "cli", "callbacks", "translate", "module", "checkpoint", "corpus", "data", "decode", "store", "progress",
+        "cli", "callbacks", "translate", "module", "checkpoint", "corpus", "data", "decode", "sources", "store", "progress",
     },
     "results": {"store"},
     "study": {"cli", "store"},
-    "sweep": {"study", "commands", "results", "corpus", "store", "progress"},
+    "sweep": {"study", "commands", "results", "sources", "corpus", "store", "progress"},
     "__main__": {"commands", "sweep", "results"},
     "__init__": {"data", "module", "transformer"},
 }  # fmt: skip
 # The floor without frameworks: usable where lightning, optuna and wandb are not even imported.
-PLAIN = ("tokenizer", "store", "batching", "metrics", "progress", "transformer", "corpus", "decode", "results")
+PLAIN = (
+    "tokenizer",
+    "store",
+    "batching",
+    "metrics",
+    "progress",
+    "transformer",
+    "sources",
+    "corpus",
+    "decode",
+    "results",
+)
 FRAMEWORKS = {"lightning", "optuna", "wandb", "jsonargparse"}
 
 

@@ -373,7 +373,6 @@ def test_a_variant_without_a_result_can_still_be_changed(tmp_path):
         pytest.param(GOOD.replace("[{name: base}", "[{name: first, set: {d_ff: 64}}, {name: base}"), id="at the top"),
         pytest.param(GOOD + "seeds: [1, 2]\n", id="seed added"),
         pytest.param(with_variants("[{name: base}]"), id="variant removed"),
-        pytest.param(GOOD + "metric: perplexity\n", id="another metric"),
         pytest.param(GOOD + "launcher: [torchrun]\n", id="another launcher"),
     ],
 )

@@ -122,15 +122,6 @@ def test_other_lines_or_another_size_give_another_fingerprint(tokenizer, lines, 
     assert Tokenizer.train(lines, size)[0].fingerprint != tokenizer.fingerprint
 
 
-def test_fingerprint_covers_the_kind_of_a_piece(tokenizer):
-    # A byte piece (type 6) turned into a normal one (type 1) decodes to its name instead of its byte.
-    byte_piece = b"\n\x06<0xCE>\x15\x00\x00\x00\x00\x18"
-    assert tokenizer.model.count(byte_piece + b"\x06") == 1
-    other = Tokenizer(tokenizer.model.replace(byte_piece + b"\x06", byte_piece + b"\x01"))
-    assert other.encode(["Ω"]) != tokenizer.encode(["Ω"])
-    assert other.fingerprint != tokenizer.fingerprint
-
-
 def test_a_saved_model_loads_as_the_same_tokeniser(tokenizer, tmp_path):
     path = tmp_path / "tokenizer.model"
     path.write_bytes(tokenizer.model)
