@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import fcntl
 import logging
+import netrc
 import os
 import platform
 import signal
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 import uuid
 import warnings
 from collections.abc import Iterator, Sequence
@@ -141,7 +143,7 @@ def _loggers(cli: ExperimentCLI) -> list[Logger]:
     except ImportError:
         say("wandb is not installed: going on without it")
         return loggers
-    online = cli.run.wandb == "online" and wandb.login(prompt=False, verify=False)
+    online = cli.run.wandb == "online" and _wandb_key_exists()
     if cli.run.wandb == "online" and not online:
         say("wandb: no key found, writing offline; `wandb sync` sends it later")
     identity = cli.folder / "wandb_id"
@@ -155,6 +157,7 @@ def _loggers(cli: ExperimentCLI) -> list[Logger]:
         "id": identity.read_text() if identity.is_file() else None,  # the same run after a resume
         "resume": "allow",
         "config": cli.plain,
+        "settings": wandb.Settings(init_timeout=30),
     }
     logger = WandbLogger(offline=not online, **options)
     if online and not _get_rank():
@@ -162,8 +165,20 @@ def _loggers(cli: ExperimentCLI) -> list[Logger]:
             _ = logger.experiment  # connects now, so that no training waits for a network that is not there
         except wandb.errors.Error as error:
             say(f"wandb: {error}; writing offline, `wandb sync` sends it later")
+            wandb.teardown()
             logger = WandbLogger(offline=True, **options)
     return [*loggers, logger]
+
+
+def _wandb_key_exists() -> bool:
+    """Where wandb itself looks; its own functions for this prompt, warn or change how a later run starts."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urllib.parse.urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except (FileNotFoundError, netrc.NetrcParseError):
+        return False
 
 
 def _score(cli: ExperimentCLI, trainer: pl.Trainer, split: str, checkpoint: Path, sentences: int = 0) -> Evaluation:
