@@ -77,7 +77,6 @@ class TrainerConfig:
         num_nodes: how many nodes.
         precision: of the computation; weights stay in float32 with the mixed ones.
         max_steps: optimiser updates to train.
-        max_time: DD:HH:MM:SS after which training stops, to go on when the command is typed again.
         gradient_clip_val: largest norm of the global gradient; the paper does not clip.
         log_every_n_steps: updates between logged values.
         deterministic: let torch use only algorithms that give the same bits each time.
@@ -93,7 +92,6 @@ class TrainerConfig:
     num_nodes: int = 1
     precision: Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"] = "32-true"
     max_steps: int = 100_000
-    max_time: str | None = None
     gradient_clip_val: float | None = None
     log_every_n_steps: int = 50
     deterministic: bool = False

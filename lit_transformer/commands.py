@@ -85,12 +85,12 @@ def fit_command(args: Sequence[str]) -> int:
         if reached == max_steps and result.is_file():
             say(f"{folder} is finished: {reached:,} updates, see {result}")
             return 0
-        departures = cli.departures()
-        say(
-            f"{cli.model.model.num_parameters:,} parameters; departs from the paper's base in: {', '.join(departures)}"
-            if departures
-            else f"{cli.model.model.num_parameters:,} parameters; the paper's base model and training"
-        )
+        if not _get_rank():
+            departures = f"departs from the paper's base in: {', '.join(cli.departures())}"
+            say(
+                f"{cli.model.model.num_parameters:,} parameters; "
+                f"{departures if cli.departures() else 'the base model and training of the paper'}"
+            )
         result.unlink(missing_ok=True)  # of fewer updates, where a finished run is extended
         trainer = cli.trainer_config.build(
             logger=_loggers(cli),
@@ -109,9 +109,6 @@ def fit_command(args: Sequence[str]) -> int:
                 if trainer.interrupted:  # Lightning turns an interrupt into an exit of its own
                     raise KeyboardInterrupt from None
                 raise
-            if trainer.global_step < max_steps:
-                say(f"{folder}: stopped at update {trainer.global_step:,}; the same command goes on")
-                return 1
         found = _score(cli, trainer, "valid", list_checkpoints(folder / "checkpoints")[-1][1])
         if trainer.is_global_zero:
             _write_result(cli, trainer, found, args)

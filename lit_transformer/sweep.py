@@ -100,12 +100,21 @@ class Engine:
 
     def failures(self) -> dict[str, str]:
         """Cells given up, with their reasons."""
-        failed = {}
+        failed, forgiven = {}, self.trials.user_attrs.get("forgiven", {})
         for cell, trials in self.by_cell().items():
-            reasons = [t.user_attrs["error"] for t in trials if "error" in t.user_attrs]
-            if len(reasons) >= MAX_FAILURES and not any(t.state == TrialState.COMPLETE for t in trials):
+            reasons = [t.user_attrs["error"] for t in trials if "error" in t.user_attrs][forgiven.get(cell, 0) :]
+            if len(reasons) >= MAX_FAILURES and not self._done(cell, trials):
                 failed[cell] = reasons[-1]
         return failed
+
+    def retry(self) -> None:
+        """Give the cells that were given up another MAX_FAILURES tries."""
+        errors = {cell: sum("error" in t.user_attrs for t in trials) for cell, trials in self.by_cell().items()}
+        self.trials.set_user_attr("forgiven", errors)
+
+    def _done(self, cell: str, trials: list[FrozenTrial]) -> bool:
+        # Both: a folder that somebody removed is run again.
+        return any(t.state == TrialState.COMPLETE for t in trials) and (self.folder / cell / "result.json").is_file()
 
     def claim(self) -> tuple[Cell, FrozenTrial] | None:
         """Take one cell that nobody has done, does, or has given up; None when there is no such cell now."""
@@ -114,7 +123,7 @@ class Engine:
             given_up = self.failures()
             for cell, trials in self.by_cell().items():
                 states = {trial.state for trial in trials}
-                if cell in given_up or states & {TrialState.COMPLETE, TrialState.RUNNING}:
+                if cell in given_up or TrialState.RUNNING in states or self._done(cell, trials):
                     continue
                 if TrialState.WAITING not in states:
                     self.trials.enqueue_trial({}, user_attrs={"cell": cell})
@@ -196,8 +205,8 @@ class Engine:
         rows, given_up = [], self.failures()
         for name, trials in self.by_cell().items():
             by_state = {trial.state: trial for trial in trials}
-            if done := by_state.get(TrialState.COMPLETE):
-                rows.append((name, "done", f"{self.study.metric} {done.value:.2f}"))
+            if self._done(name, trials):
+                rows.append((name, "done", f"{self.study.metric} {by_state[TrialState.COMPLETE].value:.2f}"))
             elif running := by_state.get(TrialState.RUNNING):
                 words = _progress(self.folder / name)[0]
                 rows.append((name, "running", f"{words}, by {running.user_attrs.get('worker', 'somebody')}"))
@@ -251,11 +260,13 @@ def _progress(folder: Path) -> tuple[str, float | None, float | None]:
     return f"{share:.0%}, {clock(left)} left", left, left / (1 - share)
 
 
-def run_study(engine: Engine, out: Path) -> int:
+def run_study(engine: Engine, out: Path, retry: bool) -> int:
     """All cells of a study, with progress; tables at the end."""
     name = engine.study.name
     resolved = check(engine.study, engine.file, engine.folder)
     engine.open()
+    if retry:
+        engine.retry()
     # Once, here, instead of by several trials at the same time.
     for data in {json.dumps(config["data"], sort_keys=True) for config in resolved.values()}:
         fields = json.loads(data)
@@ -290,7 +301,7 @@ def run_study(engine: Engine, out: Path) -> int:
     print(build(engine.folder.parent, name, out))
     print(f"written: {out / name}.csv, .md, .png")
     for cell, reason in failed.items():
-        say(f"{name}: {cell} was given up after {MAX_FAILURES} failures: {reason}")
+        say(f"{name}: {cell} was given up after {MAX_FAILURES} failures (--retry tries again): {reason}")
     return 1 if failed else 0
 
 
@@ -300,6 +311,7 @@ def sweep_command(args: Sequence[str]) -> int:
     parser.add_argument("action", choices=("run", "status"))
     parser.add_argument("study", type=Path, help="a file such as sweeps/demo.yaml")
     parser.add_argument("--workers", type=int, help="trials at a time; default: one for each core")
+    parser.add_argument("--retry", action="store_true", help="try again what was given up after three failures")
     parser.add_argument("--storage", help="Optuna's storage; default: an SQLite file in the study's folder")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs")
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the tables")
@@ -309,7 +321,7 @@ def sweep_command(args: Sequence[str]) -> int:
         parser.error(f"--workers {workers}: must be at least 1")
     engine = Engine(options.study, options.runs, workers, options.storage)
     if options.action == "run":
-        return run_study(engine, options.out)
+        return run_study(engine, options.out, options.retry)
     if not (engine.folder / "study.json").is_file():
         raise ValueError(f"{engine.folder} holds no study yet: start it with `lit-transformer sweep run`")
     engine.open()
