@@ -21,9 +21,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from lightning.pytorch.loggers import CSVLogger
 from sacrebleu.metrics import BLEU, CHRF
 
-from lit_transformer import callbacks, commands, module
+from lit_transformer import callbacks, module
 from lit_transformer.__main__ import main
 from lit_transformer.checkpoint import list_checkpoints, load_checkpoint
 from lit_transformer.decode import search_all
@@ -422,12 +423,12 @@ def test_fewer_updates_than_reached_are_refused_and_leave_the_run_alone(corpus, 
     ids=lambda value: value if isinstance(value, str) else "",
 )
 @pytest.mark.parametrize("updates", [UPDATES, UPDATES + 4])
-def test_another_experiment_in_the_same_folder_is_refused_by_name(changes, field, updates, corpus, finished, capsys):
-    before = content(finished)
-    assert fit(corpus, finished, trainer__max_steps=updates, **changes) == 1
+def test_another_experiment_in_the_same_folder_is_refused_by_name(changes, field, updates, corpus, copied, capsys):
+    before = content(copied)
+    assert fit(corpus, copied, trainer__max_steps=updates, **changes) == 1
     shown = one_error(capsys.readouterr().err)
     assert f"{field} = " in shown
-    assert content(finished) == before
+    assert content(copied) == before
 
 
 def changed_corpus(corpus, folder, split="train"):
@@ -514,6 +515,19 @@ def test_a_crashed_run_goes_on_and_equals_the_straight_one(update, corpus, finis
     repeated = [step for step, count in Counter(step for step, _ in rows).items() if count > 1]
     assert all((update - 1) // 4 * 4 < step < update for step in repeated)
     assert metrics(run, "val_bleu") == metrics(finished, "val_bleu")
+
+
+def test_no_metric_before_a_checkpoint_is_lost_when_the_process_is_killed(corpus, finished, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        patched.setattr(CSVLogger, "finalize", lambda self, status: None)  # a killed process finalizes nothing
+        crash_at(patched, 11)
+        with pytest.raises(Crash):
+            fit(corpus, run)
+    assert steps(run) == [4, 8]
+    assert fit(corpus, run) == 0
+    for column in ("train_loss", "val_nll", "val_bleu"):
+        assert metrics(run, column) == metrics(finished, column)
 
 
 def test_a_run_without_its_result_is_scored_again_without_training(corpus, copied, finished):
@@ -740,25 +754,25 @@ def test_average_writes_where_it_is_told_and_prints_the_place(copied, tmp_path, 
 
 @pytest.mark.parametrize("command", ["average --last", "validate --average", "test --average"])
 @pytest.mark.parametrize("count", [4, -1])
-def test_averages_of_more_than_there_are_are_refused(command, count, finished, capsys):
+def test_averages_of_more_than_there_are_are_refused(command, count, copied, capsys):
     command, flag = command.split()
-    before = content(finished)
-    assert exit_status([command, finished, flag, count]) == 1
+    before = content(copied)
+    assert exit_status([command, copied, flag, count]) == 1
     shown = one_error(capsys.readouterr().err)
     assert f"of the {count} checkpoints" in shown
     assert count < 0 or "holds 3 of" in shown
-    assert content(finished) == before
+    assert content(copied) == before
 
 
 @pytest.mark.parametrize("command", ["validate", "test"])
-def test_a_checkpoint_and_an_average_together_are_refused(command, finished, capsys):
-    before = content(finished)
-    checkpoint = list_checkpoints(finished / "checkpoints")[-1][1]
-    assert exit_status([command, finished, "--checkpoint", checkpoint, "--average", 2]) == 2
+def test_a_checkpoint_and_an_average_together_are_refused(command, copied, capsys):
+    before = content(copied)
+    checkpoint = list_checkpoints(copied / "checkpoints")[-1][1]
+    assert exit_status([command, copied, "--checkpoint", checkpoint, "--average", 2]) == 2
     shown = capsys.readouterr().err
     assert "--checkpoint" in shown
     assert "--average" in shown
-    assert content(finished) == before
+    assert content(copied) == before
 
 
 @pytest.mark.parametrize("command", ["validate", "test"])
@@ -918,7 +932,7 @@ def test_a_second_process_waits_for_the_run(corpus, copied):
 
 
 def test_the_lock_is_held_while_training_and_free_afterwards(corpus, tmp_path, monkeypatch):
-    run, states, original = tmp_path / "run", [], commands.ExperimentCLI.keep_config
+    run, states = tmp_path / "run", []
 
     def is_locked():
         with open(run / ".lock", "a") as lock:
@@ -933,5 +947,4 @@ def test_the_lock_is_held_while_training_and_free_afterwards(corpus, tmp_path, m
     with pytest.raises(Crash):
         fit(corpus, run)
     assert states == [True]
-    assert original is commands.ExperimentCLI.keep_config
     assert not is_locked()

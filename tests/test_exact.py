@@ -158,3 +158,14 @@ def test_the_number_of_ranks_may_change_at_a_resume(corpus, straight, tmp_path):
     process.wait()
     run(fit_command(corpus, tmp_path))
     assert curves(tmp_path).keys() == curves(straight).keys()
+
+
+@pytest.mark.slow
+def test_an_offline_wandb_run_killed_and_resumed_stays_one_run(corpus, tmp_path):
+    command = fit_command(corpus, tmp_path, **{"run.wandb": "offline"})
+    assert kill_when_past(command, tmp_path, 12)
+    run(command)
+    identity = (tmp_path / "wandb_id").read_text()
+    sessions = list((tmp_path / "wandb").glob("offline-run-*"))
+    assert len(sessions) == 2
+    assert {folder.name.rsplit("-", 1)[1] for folder in sessions} == {identity}

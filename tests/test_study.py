@@ -475,5 +475,9 @@ def test_the_demos_variants_change_what_their_rows_of_the_paper_change(shipped):
     base = fields("base")
     for variant in study.variants:
         paper = rows[variant.paper or variant.name]
-        changed = {column for column, value in fields(variant.name).items() if value != base[column]}
-        assert changed == {column for column in base if paper[column] != rows["base"][column]}, variant.name
+        ours = {key: (value, base[key]) for key, value in fields(variant.name).items() if value != base[key]}
+        theirs = {key: (paper[key], rows["base"][key]) for key in base if paper[key] != rows["base"][key]}
+        assert ours.keys() == theirs.keys(), variant.name
+        for key in ours.keys() - {"position"}:
+            less, published = (float(a) < float(b) for a, b in (ours[key], theirs[key]))
+            assert less == published, (variant.name, key)

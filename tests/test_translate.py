@@ -412,6 +412,14 @@ def test_alpha_changes_what_is_found(translator):
     assert sum(map(len, short)) < sum(map(len, long))
 
 
+def test_a_model_without_a_number_left_still_gives_as_many_outputs_as_asked_for(translator, warnings):
+    with torch.no_grad():
+        for parameter in translator.model.parameters():
+            parameter.fill_(torch.nan)
+    assert translator.translate(["ba", "", "be"], n_best=3) == [["", "", ""]] * 3
+    assert [line.split(":")[0] for line in warnings] == ["line 1", "line 3"]
+
+
 # Files
 
 
