@@ -42,7 +42,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except (ValueError, RuntimeError, OSError) as error:
         if type(error) in (RuntimeError, OSError):
             raise  # a fault of ours or of a library: the traceback is the message
-        print(f"lit-transformer {command}: error: {error}", file=sys.stderr)
+        print(f"lit-transformer {command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"lit-transformer {command}: interrupted; the same command goes on", file=sys.stderr)

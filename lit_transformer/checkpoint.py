@@ -49,6 +49,15 @@ def load_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
     return checkpoint
 
 
+def load_weights(module: torch.nn.Module, checkpoint: dict[str, Any], path: str | Path) -> None:
+    """Raises ValueError where the weights are those of another model."""
+    try:
+        module.load_state_dict(checkpoint["state_dict"])
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{path} holds the weights of another model: {reason}") from error
+
+
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Lightning's way to the disk: temporary file, fsync, rename; loading is `load_checkpoint`."""
 

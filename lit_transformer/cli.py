@@ -11,10 +11,11 @@ import lightning.pytorch as pl
 import torch
 import yaml
 from jsonargparse import ArgumentError
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy
 
-from lit_transformer.checkpoint import AtomicCheckpointIO
+from lit_transformer.checkpoint import AtomicCheckpointIO, list_checkpoints
 from lit_transformer.data import TranslationDataModule
 from lit_transformer.module import LitTransformer
 from lit_transformer.store import write_atomic
@@ -101,9 +102,17 @@ class TrainerConfig:
         for name in ("max_steps", "log_every_n_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"trainer.{name} = {getattr(self, name)}: must be at least 1")
+        if self.gradient_clip_val is not None and not self.gradient_clip_val > 0:
+            raise ValueError(f"trainer.gradient_clip_val = {self.gradient_clip_val}: must be above 0, or null")
 
     def build(self, **ours: Any) -> pl.Trainer:
         """A Trainer that leaves batches, checkpoints and progress to this project."""
+        try:
+            return self._trainer(**ours)
+        except (MisconfigurationException, TypeError) as error:
+            raise ValueError(f"trainer: {error}") from error
+
+    def _trainer(self, **ours: Any) -> pl.Trainer:
         return pl.Trainer(
             **{field.name: getattr(self, field.name) for field in fields(self)},
             plugins=[AtomicCheckpointIO()],
@@ -148,15 +157,13 @@ class ExperimentCLI(LightningCLI):
         )
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        # What one key decides is no key a second time: the vocabulary is the data's, the seed stands at the top.
         parser.add_class_arguments(RunConfig, "run")
-        parser.add_class_arguments(TranslationDataModule, "data", sub_configs=True)
-        parser.add_class_arguments(LitTransformer, "model", sub_configs=True)
+        parser.add_class_arguments(TranslationDataModule, "data", sub_configs=True, instantiate=False, skip={"seed"})
+        parser.add_class_arguments(
+            LitTransformer, "model", sub_configs=True, instantiate=False, skip={"seed", "vocab_size"}
+        )
         parser.add_class_arguments(TrainerConfig, "trainer", sub_configs=True)
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.link_arguments("data.vocab_size", "model.vocab_size")
-        for target in ("data.seed", "model.seed"):
-            parser.link_arguments("seed_everything", target, compute_fn=_seed)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         try:
@@ -165,16 +172,20 @@ class ExperimentCLI(LightningCLI):
             raise ValueError(f"{error}; `lit-transformer fit --help` lists the keys") from error
 
     def instantiate_classes(self) -> None:
-        # Every configuration is built once on no memory at all: that checks it before anything starts.
-        with torch.device("meta"):
-            self.config_init = self.parser.instantiate_classes(self.config)
-        if self._build:
-            pl.seed_everything(self.config["seed_everything"], verbose=False)
-            self.config_init = self.parser.instantiate_classes(self.config)
-        self.datamodule, self.model = self.config_init["data"], self.config_init["model"]
-        self.run: RunConfig = self.config_init["run"]
-        self.trainer_config: TrainerConfig = self.config_init["trainer"]
+        init = self.parser.instantiate(self.config)
+        self.run: RunConfig = init["run"]
+        self.trainer_config: TrainerConfig = init["trainer"]
         self.folder = Path(self.run.dir)
+        self.seed: int = self.config["seed_everything"]
+        if isinstance(self.seed, bool):
+            raise ValueError("seed_everything must be a whole number, so that the run can be repeated")
+        data, model = vars(init["data"]), vars(init["model"])
+        self.datamodule = TranslationDataModule(**data, seed=self.seed)
+        # Without memory where nothing is to be trained: that checks a configuration of any size at once.
+        with torch.device("cpu" if self._build else "meta"):
+            if self._build:
+                pl.seed_everything(self.seed, verbose=False)
+            self.model = LitTransformer(**model, seed=self.seed, vocab_size=self.datamodule.corpus.vocab_size)
 
     def _set_seed(self) -> None:
         """Done where the model is built, so that nothing in between can use up random numbers."""
@@ -182,7 +193,7 @@ class ExperimentCLI(LightningCLI):
     @property
     def plain(self) -> dict[str, Any]:
         """The resolved configuration as plain values, as it would stand in a file."""
-        return yaml.safe_load(self.parser.dump(self.config, skip_none=False, format="yaml"))
+        return yaml.safe_load(self.parser.dump(self.config, skip_unset=False, format="yaml"))
 
     def departures(self) -> list[str]:
         """What differs from the paper's base model and training, each with the paper's value in brackets."""
@@ -199,7 +210,7 @@ class ExperimentCLI(LightningCLI):
     def keep_config(self) -> None:
         """Save the configuration with the run, or refuse one that would make it another experiment."""
         path = self.folder / "config.yaml"
-        if path.is_file():
+        if path.is_file() and list_checkpoints(self.folder / "checkpoints"):  # before the first, nothing is decided
             old, new = (_flat(c) for c in (yaml.safe_load(path.read_text(encoding="utf-8")), self.plain))
             for key in sorted(old.keys() | new.keys()):
                 experiment = key in _SAME_TRAINER or key.split(".")[0] in ("model", "data", "seed_everything")
@@ -208,13 +219,7 @@ class ExperimentCLI(LightningCLI):
                         f"{self.folder} holds a run with {key} = {old.get(key)}, this command has {new.get(key)}: "
                         "another experiment needs another --run.dir"
                     )
-        write_atomic(path, self.parser.dump(self.config, skip_none=False, format="yaml").encode())
-
-
-def _seed(seed: bool | int) -> int:
-    if isinstance(seed, bool):
-        raise ValueError("seed_everything must be a whole number, so that the run can be repeated")
-    return seed
+        write_atomic(path, self.parser.dump(self.config, skip_unset=False, format="yaml").encode())
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -5,37 +5,30 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import json
 import logging
-import netrc
 import os
-import platform
 import signal
-import subprocess
 import sys
 import threading
 import time
-import urllib.parse
-import uuid
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities.rank_zero import _get_rank
-from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 
 from lit_transformer.callbacks import Checkpoints, Progress
 from lit_transformer.checkpoint import average_checkpoints, list_checkpoints, load_checkpoint
 from lit_transformer.cli import ExperimentCLI
 from lit_transformer.corpus import describe, prepare
 from lit_transformer.decode import BEAM_SIZE, LENGTH_PENALTY
-from lit_transformer.module import Evaluation
 from lit_transformer.progress import say
+from lit_transformer.scoring import facts, print_scores, score, write_hypotheses, write_result
 from lit_transformer.sources import read_lines
-from lit_transformer.store import Store, atomic_file, write_atomic, write_json
-from lit_transformer.translate import Translator, best_device, one_line
+from lit_transformer.store import Store, atomic_file, write_json
+from lit_transformer.tracking import loggers
+from lit_transformer.translate import Translator, best_device
 
 SWEEP_VARIABLE = "LIT_TRANSFORMER_SWEEP"  # process id of the sweep that a trial belongs to
 
@@ -72,8 +65,6 @@ def fit_command(args: Sequence[str]) -> int:
     cli = ExperimentCLI(args, "fit")
     folder, max_steps = cli.folder, cli.trainer_config.max_steps
     with locked(folder):
-        if not _get_rank():
-            cli.keep_config()
         checkpoints = list_checkpoints(folder / "checkpoints")
         reached = checkpoints[-1][0] if checkpoints else 0
         if reached > max_steps:
@@ -81,9 +72,17 @@ def fit_command(args: Sequence[str]) -> int:
                 f"{folder} has already trained {reached:,} updates, more than trainer.max_steps = {max_steps:,}: "
                 "use another --run.dir for a shorter run"
             )
-        result = folder / "result.json"
-        if reached == max_steps and result.is_file():
-            say(f"{folder} is finished: {reached:,} updates, see {result}")
+        trainer = cli.trainer_config.build(
+            logger=False,
+            callbacks=[
+                Checkpoints(folder / "checkpoints", cli.run.checkpoint_every, cli.run.keep_checkpoints),
+                Progress(folder),
+            ],
+        )
+        if not _get_rank():
+            cli.keep_config()
+        if reached == max_steps and _has_result(cli):
+            say(f"{folder} is finished: {reached:,} updates, see {folder / 'result.json'}")
             return 0
         if not _get_rank():
             departures = f"departs from the paper's base in: {', '.join(cli.departures())}"
@@ -91,28 +90,38 @@ def fit_command(args: Sequence[str]) -> int:
                 f"{cli.model.model.num_parameters:,} parameters; "
                 f"{departures if cli.departures() else 'the base model and training of the paper'}"
             )
-        result.unlink(missing_ok=True)  # of fewer updates, where a finished run is extended
-        trainer = cli.trainer_config.build(
-            logger=_loggers(cli),
-            callbacks=[
-                Checkpoints(folder / "checkpoints", cli.run.checkpoint_every, cli.run.keep_checkpoints),
-                Progress(folder),
-            ],
-        )
         if reached < max_steps:
             if reached:
                 say(f"{folder}: going on after update {reached:,}")
             newest = checkpoints[-1][1] if checkpoints else None
+            trainer.loggers = loggers(cli)
             try:
                 trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=newest, weights_only=True)
             except SystemExit:
                 if trainer.interrupted:  # Lightning turns an interrupt into an exit of its own
                     raise KeyboardInterrupt from None
                 raise
-        found = _score(cli, trainer, "valid", list_checkpoints(folder / "checkpoints")[-1][1])
+        found = score(cli, trainer, "valid", list_checkpoints(folder / "checkpoints")[-1][1])
         if trainer.is_global_zero:
-            _write_result(cli, trainer, found, args)
+            write_result(cli, trainer, found, args)
     return 0
+
+
+def _has_result(cli: ExperimentCLI) -> bool:
+    """Whether the run has been scored after its last update; refuses text that it was not trained on."""
+    path, step = cli.folder / "result.json", cli.trainer_config.max_steps
+    if not path.is_file():
+        return False
+    result = json.loads(path.read_text(encoding="utf-8"))
+    cli.datamodule.prepare_data()
+    cli.datamodule.setup("validate")
+    assert cli.datamodule.store is not None
+    if result["updates"] == step and result["data"] != cli.datamodule.store.fingerprint:
+        raise ValueError(
+            f"{cli.folder} was trained with data = {result['data']}, this text is {cli.datamodule.store.fingerprint}: "
+            "use the same text and options, or another --run.dir"
+        )
+    return bool(result["updates"] == step)
 
 
 def _stop_with_the_sweep() -> None:
@@ -131,150 +140,6 @@ def _stop_with_the_sweep() -> None:
         threading.Thread(target=watch, daemon=True).start()
 
 
-def _loggers(cli: ExperimentCLI) -> list[Logger]:
-    loggers: list[Logger] = [CSVLogger(cli.folder, name="csv")]
-    if cli.run.wandb == "no":
-        return loggers
-    try:
-        import wandb
-    except ImportError:
-        say("wandb is not installed: going on without it")
-        return loggers
-    online = cli.run.wandb == "online" and _wandb_key_exists()
-    if cli.run.wandb == "online" and not online:
-        say("wandb: no key found, writing offline; `wandb sync` sends it later")
-    identity = cli.folder / "wandb_id"
-    if not identity.is_file() and not _get_rank():
-        write_atomic(identity, uuid.uuid4().hex[:8].encode())
-    options: dict[str, Any] = {
-        "name": f"{cli.run.variant or cli.folder.name}-seed{cli.config['seed_everything']}",
-        "save_dir": cli.folder,
-        "project": cli.run.wandb_project,
-        "group": cli.run.study or None,
-        "id": identity.read_text() if identity.is_file() else None,  # the same run after a resume
-        "resume": "allow",
-        "config": cli.plain,
-        "settings": wandb.Settings(init_timeout=30),
-    }
-    logger = WandbLogger(offline=not online, **options)
-    if online and not _get_rank():
-        try:
-            _ = logger.experiment  # connects now, so that no training waits for a network that is not there
-        except wandb.errors.Error as error:
-            say(f"wandb: {error}; writing offline, `wandb sync` sends it later")
-            wandb.teardown()
-            logger = WandbLogger(offline=True, **options)
-    return [*loggers, logger]
-
-
-def _wandb_key_exists() -> bool:
-    """Where wandb itself looks; its own functions for this prompt, warn or change how a later run starts."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urllib.parse.urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    try:
-        return netrc.netrc().authenticators(host) is not None
-    except (FileNotFoundError, netrc.NetrcParseError):
-        return False
-
-
-def _score(cli: ExperimentCLI, trainer: pl.Trainer, split: str, checkpoint: Path, sentences: int = 0) -> Evaluation:
-    """Perplexity over a whole split and BLEU on so many sentences (0: all), with the weights of a checkpoint."""
-    cli.model.load_state_dict(load_checkpoint(checkpoint)["state_dict"])
-    cli.model.bleu_sentences = sentences or sys.maxsize
-    say(f"scoring {split} with {checkpoint}")
-    run = trainer.validate if split == "valid" else trainer.test
-    run(cli.model, datamodule=cli.datamodule, verbose=False)
-    assert cli.model.evaluation is not None
-    return cli.model.evaluation
-
-
-def _scores(found: Evaluation) -> dict[str, Any]:
-    names = {"sacreBLEU": "bleu", "compound-split BLEU": "compound_split_bleu", "chrF": "chrf"}
-    return {
-        "split": found.split,
-        "nll": found.nll,
-        "perplexity": found.perplexity,
-        "tokens": found.tokens,
-        "unfinished": found.unfinished,
-        **{names[score.name]: score.as_dict() for score in found.scores},
-    }
-
-
-def _facts(cli: ExperimentCLI, found: Evaluation, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """What every result says of the run that it comes from."""
-    data = checkpoint["TranslationDataModule"]
-    return {
-        "study": cli.run.study,
-        "variant": cli.run.variant,
-        "seed": cli.config["seed_everything"],
-        "updates": checkpoint["global_step"],
-        "averaged": checkpoint.get("averaged", []),
-        "parameters": cli.model.model.num_parameters,
-        "vocab_size": cli.model.config.vocab_size,
-        **_scores(found),
-        "beam_size": cli.model.beam_size,
-        "length_penalty": cli.model.length_penalty,
-        "data": data["data"],
-        "tokenizer": data["tokenizer"],
-        "versions": {
-            "lit_transformer_commit": _commit(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "lightning": pl.__version__,
-        },
-    }
-
-
-def _write_result(cli: ExperimentCLI, trainer: pl.Trainer, found: Evaluation, args: Sequence[str]) -> None:
-    step, path = list_checkpoints(cli.folder / "checkpoints")[-1]
-    checkpoint = load_checkpoint(path)
-    cli.datamodule.setup("fit")
-    plan = cli.datamodule.plan
-    uses = plan.uses(step)
-    flops = cli.model.config.forward_flops(plan.src_lengths, plan.tgt_lengths)
-    device = torch.cuda.get_device_name() if trainer.strategy.root_device.type == "cuda" else "CPU"
-    _write_hypotheses(cli.folder, found)
-    write_json(
-        cli.folder / "result.json",
-        {
-            **_facts(cli, found, checkpoint),
-            "src_tokens": int((uses * plan.src_lengths).sum()),
-            "tgt_tokens": int((uses * plan.tgt_lengths).sum()),
-            "epochs": step / plan.updates_per_epoch,
-            "flops": float(3 * (uses * flops).sum()),  # backward costs twice a forward pass
-            "hours": checkpoint["training_seconds"] / 3600,
-            "device": device,
-            "processes": trainer.world_size,
-            "command": ["fit", *args],
-            "config": cli.plain,
-        },
-    )
-    _print_scores(found)
-
-
-def _write_hypotheses(folder: Path, found: Evaluation) -> None:
-    text = "".join(f"{one_line(line)}\n" for line in found.hypotheses)
-    write_atomic(folder / f"hypotheses.{found.split}.txt", text.encode())
-
-
-def _print_scores(found: Evaluation) -> None:
-    print(f"{found.split}: perplexity {found.perplexity:.3f} over {found.tokens:,} subwords, update {found.step:,}")
-    for score in found.scores:
-        print(f"{found.split}: {score}")
-    if found.unfinished:
-        print(f"{found.split}: {found.unfinished} outputs were cut at the length limit")
-
-
-def _commit() -> str:
-    here = Path(__file__).parent
-    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"  # installed without its repository
-
-
 def evaluate_command(split: str, args: Sequence[str]) -> int:
     """Score a run on its validation or test split."""
     name = "validate" if split == "valid" else "test"
@@ -287,6 +152,8 @@ def evaluate_command(split: str, args: Sequence[str]) -> int:
     options, rest = parser.parse_known_args(args)
     if options.checkpoint and options.average:
         parser.error("--checkpoint names one, --average takes the newest: give one of the two")
+    if options.sentences < 0:
+        raise ValueError(f"--sentences {options.sentences}: must be at least 0")
     cli = ExperimentCLI([*_saved_config(options.run), *rest], name)
     cli.model.beam_size, cli.model.length_penalty = options.beam_size, options.length_penalty
     if split == "test" and "test" not in cli.datamodule.corpus.splits():
@@ -294,14 +161,19 @@ def evaluate_command(split: str, args: Sequence[str]) -> int:
     checkpoint = options.checkpoint or (
         _average(Path(options.run), options.average) if options.average else _newest(Path(options.run))
     )
+    if options.checkpoint:
+        mine, given = (load_checkpoint(path) for path in (_newest(Path(options.run)), checkpoint))
+        for field in ("data", "tokenizer"):
+            if given.get("TranslationDataModule", {}).get(field) != mine["TranslationDataModule"][field]:
+                raise ValueError(f"{checkpoint} is not of this run: its {field} is another one")
     trainer = cli.trainer_config.build(logger=False)
-    found = _score(cli, trainer, split, checkpoint, options.sentences)
+    found = score(cli, trainer, split, checkpoint, options.sentences)
     if trainer.is_global_zero:
         folder = Path(options.run)
-        _write_hypotheses(folder, found)
-        facts = _facts(cli, found, load_checkpoint(checkpoint))
-        write_json(folder / f"{name}.json", {**facts, "checkpoint": checkpoint.name, "sentences": len(found.decoded)})
-        _print_scores(found)
+        write_hypotheses(folder / f"hypotheses.{name}.txt", found)
+        record = facts(cli, found, load_checkpoint(checkpoint))
+        write_json(folder / f"{name}.json", {**record, "checkpoint": checkpoint.name, "sentences": len(found.decoded)})
+        print_scores(found)
     return 0
 
 
@@ -321,9 +193,11 @@ def _newest(run: Path) -> Path:
 
 def _average(run: Path, last: int, out: Path | None = None) -> Path:
     checkpoints = list_checkpoints(run / "checkpoints")[-last:]
-    if last < 1 or len(checkpoints) < last:
+    if last < 1:
+        raise ValueError(f"{last} checkpoints to average: must be at least 1")
+    if len(checkpoints) < last:
         raise ValueError(
-            f"{run} holds {len(checkpoints)} of the {last} checkpoints to average: at least 1, at most what "
+            f"{run} holds {len(checkpoints)} of the {last} checkpoints to average: at most what "
             "run.keep_checkpoints keeps"
         )
     out = out or run / "checkpoints" / f"average-{last}-step-{checkpoints[-1][0]:08d}.ckpt"
@@ -376,5 +250,5 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
 def quiet() -> None:
     """Silence what Lightning and torch say about themselves; what concerns the run stays."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    for message in (".*does not have many workers.*", ".*isinstance.treespec, LeafSpec.*", ".*is not resumable.*"):
-        warnings.filterwarnings("ignore", message)
+    for words in ("does not have many workers", "treespec, LeafSpec", "is not resumable", "logging interval"):
+        warnings.filterwarnings("ignore", f".*{words}.*")

@@ -41,14 +41,18 @@ def _digests(source: FileSource | BibleSource) -> dict[str, list[str]]:
     return digests
 
 
-def store_folder(config: CorpusConfig, root: Path) -> Path:
+def store_folder(config: CorpusConfig, root: Path, tokenizer: Tokenizer | None = None) -> Path:
     """Where the store of this text and these options stands, or will stand; the name follows from both.
+
+    Args:
+        tokenizer: a given one, instead of one learned from the training text.
 
     Raises:
         ValueError: the text cannot be read.
     """
     options = {k: v for k, v in asdict(config).items() if k not in SPLITS}
-    key = hashlib.sha256(json.dumps([FORMAT, options, _digests(open_source(config))]).encode()).hexdigest()[:12]
+    parts = [FORMAT, options, _digests(open_source(config))] + ([tokenizer.fingerprint] if tokenizer else [])
+    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
     return root / f"{config.source}-{config.src_lang}-{config.tgt_lang}-{key}"
 
 
@@ -106,11 +110,17 @@ def length_rule(src: Sequence[int], tgt: Sequence[int], config: CorpusConfig) ->
     return None
 
 
-def prepare(config: CorpusConfig, root: Path, say: Callable[[str], None] | None = None) -> Path:
+def prepare(
+    config: CorpusConfig,
+    root: Path,
+    say: Callable[[str], None] | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> Path:
     """Text to a store under `root`; where it already stands for the same text and options, nothing is done.
 
     Args:
         say: takes lines of progress and the report; standard error when not given.
+        tokenizer: a given one, instead of one learned from the training text.
 
     Returns:
         The store's folder.
@@ -119,7 +129,7 @@ def prepare(config: CorpusConfig, root: Path, say: Callable[[str], None] | None 
         ValueError: wrong text or options, in one message; nothing half-written stays.
     """
     say = say or say_on_stderr
-    folder = store_folder(config, root)
+    folder = store_folder(config, root, tokenizer)
     if (folder / "meta.json").is_file():
         say(f"corpus: {folder} is up to date")
         return folder
@@ -129,14 +139,16 @@ def prepare(config: CorpusConfig, root: Path, say: Callable[[str], None] | None 
     notes: Counter[str] = Counter()
     held_out = {split: list(source.pairs(split, notes)) for split in config.splits()[1:]}
     cleaner = Cleaner(itertools.chain.from_iterable(held_out.values()))
-    say("corpus: training the tokeniser")
-    first_pass = cleaner.pairs(source.pairs("train", Counter()))  # what it counts, the second pass counts again
-    try:
-        tokenizer, skipped = Tokenizer.train(itertools.chain.from_iterable(first_pass), config.vocab_size)
-    except ValueError as error:
-        if cleaner.read and cleaner.read == cleaner.dropped.total():
-            raise _nothing_left(cleaner) from error
-        raise
+    skipped = 0
+    if tokenizer is None:
+        say("corpus: training the tokeniser")
+        first_pass = cleaner.pairs(source.pairs("train", Counter()))  # what it counts, the second pass counts again
+        try:
+            tokenizer, skipped = Tokenizer.train(itertools.chain.from_iterable(first_pass), config.vocab_size)
+        except ValueError as error:
+            if cleaner.read and cleaner.read == cleaner.dropped.total():
+                raise _nothing_left(cleaner) from error
+            raise
     shutil.rmtree(folder, ignore_errors=True)  # one that lost its meta.json
     with atomic_folder(folder) as building:
         (building / "tokenizer.model").write_bytes(tokenizer.model)

@@ -159,15 +159,23 @@ class TranslationDataModule(pl.LightningDataModule):
         self.tokens_per_update, self.max_tokens, self.num_workers = tokens_per_update, max_tokens, num_workers
         self.root, self.seed = Path(root), seed
         self.store: Store | None = None
+        self._given: Tokenizer | None = None
+
+    def use_tokenizer(self, model: bytes) -> None:
+        """Read the text with the tokeniser of a trained model instead of one learned from this training text."""
+        self._given = Tokenizer(model)
+        learned = store_folder(self.corpus, self.root)
+        if (learned / "meta.json").is_file() and Store(learned).tokenizer_fingerprint == self._given.fingerprint:
+            self._given = None  # it is that one
 
     def prepare_data(self) -> None:
         """Once on each node: text to store, unless it stands there already."""
-        prepare(self.corpus, self.root)
+        prepare(self.corpus, self.root, tokenizer=self._given)
 
     def setup(self, stage: str | None = None) -> None:
         """Open the store; for training, plan the updates and tell the trainer how many micro-batches make one."""
         if self.store is None:
-            self.store = Store(store_folder(self.corpus, self.root))
+            self.store = Store(store_folder(self.corpus, self.root, self._given))
             self.tokenizer = Tokenizer.load(self.store.folder / "tokenizer.model")
             if self.tokenizer.fingerprint != self.store.tokenizer_fingerprint:
                 raise ValueError(f"{self.store.folder}: the tokeniser is not the one that the text was encoded with")

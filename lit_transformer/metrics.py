@@ -56,34 +56,40 @@ class Score:
         return f"{self.name} {self.score:.2f} on {self.sentences} sentences [{self.signature}]{note}"
 
 
-def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> Score:
+def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str], decoded: bool = False) -> Score:
     """Cased sacreBLEU with 13a tokenisation, on the text as it was given.
+
+    Args:
+        decoded: the hypotheses come from a tokeniser's decoder, so what looks like a mark is what the model wrote.
 
     Raises:
         ValueError: different numbers of lines, none at all, or hypotheses that still hold subword marks.
     """
-    _check(hypotheses, references)
+    _check(hypotheses, references, decoded)
     bleu = BLEU()
     return _score("sacreBLEU", bleu.corpus_score(hypotheses, [references]).score, bleu, len(hypotheses))
 
 
-def corpus_chrf(hypotheses: Sequence[str], references: Sequence[str]) -> Score:
+def corpus_chrf(hypotheses: Sequence[str], references: Sequence[str], decoded: bool = False) -> Score:
     """chrF2 by sacreBLEU.  Raises ValueError as `corpus_bleu` does."""
-    _check(hypotheses, references)
+    _check(hypotheses, references, decoded)
     chrf = CHRF()
     return _score("chrF", chrf.corpus_score(hypotheses, [references]).score, chrf, len(hypotheses))
 
 
-def compound_split_bleu(hypotheses: Sequence[str], references: Sequence[str], language: str = "de") -> Score:
+def compound_split_bleu(
+    hypotheses: Sequence[str], references: Sequence[str], language: str = "de", decoded: bool = False
+) -> Score:
     """The paper's BLEU: Moses tokenisation, compounds split at hyphens, no smoothing.
 
     Args:
         language: the target's two-letter code; it chooses Moses' list of abbreviations.
+        decoded: as for `corpus_bleu`.
 
     Raises:
         ValueError: as `corpus_bleu` does.
     """
-    _check(hypotheses, references)
+    _check(hypotheses, references, decoded)
     moses = sacremoses.MosesTokenizer(lang=language)
     bleu = BLEU(tokenize="none", smooth_method="none", force=True)
     score = bleu.corpus_score(
@@ -104,11 +110,13 @@ def _score(name: str, score: float, metric: sacrebleu.metrics.base.Metric, sente
     return Score(name, score, str(metric.get_signature()), sentences, note if sentences < FEW_SENTENCES else "")
 
 
-def _check(hypotheses: Sequence[str], references: Sequence[str]) -> None:
+def _check(hypotheses: Sequence[str], references: Sequence[str], decoded: bool) -> None:
     if len(hypotheses) != len(references):
         raise ValueError(f"{len(hypotheses)} hypotheses for {len(references)} references: one for each is needed")
     if not hypotheses:
         raise ValueError("no sentence to score")
+    if decoded:
+        return
     for mark, pattern in SUBWORD_MARKS.items():
         marked = [i for i, line in enumerate(hypotheses, 1) if pattern.search(line)]
         if marked and not any(pattern.search(line) for line in references):

@@ -17,6 +17,7 @@ from lit_transformer.data import Batch, TranslationDataModule
 from lit_transformer.decode import BEAM_SIZE, LENGTH_PENALTY, search_all
 from lit_transformer.metrics import Score, TokenNLL, compound_split_bleu, corpus_bleu, corpus_chrf, perplexity
 from lit_transformer.progress import reporter
+from lit_transformer.sources import one_line
 from lit_transformer.tokenizer import PAD_ID
 from lit_transformer.transformer import Transformer, TransformerConfig
 
@@ -101,8 +102,8 @@ class LitTransformer(pl.LightningModule):
         super().__init__()
         if not 0.0 <= label_smoothing < 1.0:
             raise ValueError(f"label_smoothing = {label_smoothing}: must be at least 0 and less than 1")
-        if lr_factor <= 0:
-            raise ValueError(f"lr_factor = {lr_factor}: must be more than 0")
+        if not 0 < lr_factor < math.inf:
+            raise ValueError(f"lr_factor = {lr_factor}: must be a number above 0")
         for name, value, least in (
             ("warmup", warmup, 1),
             ("validate_every", validate_every, 1),
@@ -134,16 +135,17 @@ class LitTransformer(pl.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Lightning counts micro-batches between validations; we count updates."""
+        splits = {"fit": ("train", "valid"), "validate": ("valid",), "test": ("test",)}.get(stage, ())
+        for split in splits:
+            longest = max(int(self._data.sentences(split, side).lengths.max()) + 1 for side in ("src", "tgt"))
+            if longest > (self.model.max_length or math.inf):
+                raise ValueError(
+                    f"max_positions = {self.config.max_positions}: the longest {split} sentence has {longest} tokens; "
+                    "raise model.max_positions, or use sinusoidal positions"
+                )
         if stage == "fit":
             self.trainer.check_val_every_n_epoch = None
             self.trainer.val_check_interval = self.validate_every * self.trainer.accumulate_grad_batches
-            data = self._data
-            longest = max(int(data.sentences("train", side).lengths.max()) + 1 for side in ("src", "tgt"))
-            if longest > (self.model.max_length or math.inf):
-                raise ValueError(
-                    f"max_positions = {self.config.max_positions}: the longest training sentence has {longest} tokens; "
-                    "raise max_positions or lower data.max_length"
-                )
             if self.compile_model:
                 self.model.compile(dynamic=True)  # in place: the names in the state dict stay
 
@@ -193,7 +195,7 @@ class LitTransformer(pl.LightningModule):
         if self.trainer.precision != "16-mixed" and not torch.isfinite(norm):
             raise TrainingError(
                 f"update {step}: the loss or its gradient is no longer finite (loss {self.loss_mean.nll.item():.4g}, "
-                f"gradient norm {norm.item():.4g}); the latest checkpoint is from before it. "
+                f"gradient norm {norm.item():.4g}); no checkpoint holds it. "
                 "Lower model.lr_factor, raise model.warmup, or train in float32"
             )
         self._window_tokens += self._data.plan.update(step - 1).tgt_tokens
@@ -288,7 +290,7 @@ class LitTransformer(pl.LightningModule):
             length_penalty=self.length_penalty,
             report=reporter(f"decoding {split}", len(chosen[rank::world])) if rank == 0 else lambda done: None,
         )
-        mine = [(self._data.tokenizer.decode(best[0].ids), best[0].finished) for best in outputs]
+        mine = [(one_line(self._data.tokenizer.decode(best[0].ids)), best[0].finished) for best in outputs]
         parts: list[Any] = [mine]
         if world > 1:
             parts = [None] * world
@@ -300,9 +302,9 @@ class LitTransformer(pl.LightningModule):
         scores = []
         if chosen:
             scores = [
-                corpus_bleu(hypotheses, wanted),
-                compound_split_bleu(hypotheses, wanted, self._data.corpus.tgt_lang),
-                corpus_chrf(hypotheses, wanted),
+                corpus_bleu(hypotheses, wanted, decoded=True),
+                compound_split_bleu(hypotheses, wanted, self._data.corpus.tgt_lang, decoded=True),
+                corpus_chrf(hypotheses, wanted, decoded=True),
             ]
         unfinished = sum(not finished for _, finished in found)
         step = self.trainer.global_step

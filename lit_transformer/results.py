@@ -42,12 +42,17 @@ class Row:
     failed: str = ""
 
     def mean(self, key: str) -> float | None:
-        values = [float(get(result, key)) for result in self.results]
+        values = self._values(key)
         return statistics.fmean(values) if values else None
 
     def spread(self, key: str) -> float | None:
-        values = [float(get(result, key)) for result in self.results]
+        values = self._values(key)
         return statistics.stdev(values) if len(values) > 1 else None
+
+    def _values(self, key: str) -> list[float]:
+        """Of all seeds, or of none where one has no finite value: a mean of the others would flatter."""
+        values = [get(result, key) for result in self.results]
+        return [] if None in values else [float(value) for value in values]
 
 
 def get(result: dict[str, Any], key: str) -> Any:

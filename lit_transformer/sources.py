@@ -79,6 +79,11 @@ class CorpusConfig:
         return SPLITS if self.source == "bible" or self.test else SPLITS[:2]
 
 
+def one_line(text: str) -> str:
+    """A file of outputs holds one line for each, whatever a model has written."""
+    return text.replace("\r", " ").replace("\n", " ")
+
+
 def read_lines(path: Path, notes: Counter[str] | None = None) -> Iterator[str]:
     """The lines of a plain, .gz or .xz file in UTF-8.
 

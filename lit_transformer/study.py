@@ -79,7 +79,7 @@ def read_study_file(path: Path) -> Study:
     parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
     parser.add_class_arguments(Study)
     try:
-        study: Study = Study(**vars(parser.instantiate_classes(parser.parse_path(str(path)))))
+        study: Study = Study(**vars(parser.instantiate(parser.parse_path(str(path)))))
     except (ArgumentError, TypeError, OSError) as error:
         raise ValueError(f"{path}: {error}") from error
     names = [variant.name for variant in study.variants]

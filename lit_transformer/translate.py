@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
-from lit_transformer.checkpoint import load_checkpoint
+from lit_transformer.checkpoint import load_checkpoint, load_weights
 from lit_transformer.corpus import is_blank
 from lit_transformer.decode import BEAM_SIZE, LENGTH_PENALTY, search_all
 from lit_transformer.module import LitTransformer
+from lit_transformer.sources import one_line
 from lit_transformer.tokenizer import EOS_ID, Tokenizer
 
 
@@ -35,8 +36,11 @@ class Translator:
         self.tokenizer = Tokenizer(data["tokenizer_model"])
         self.max_length: int = data["max_length"]
         module = LitTransformer(**saved["hyper_parameters"])
-        module.load_state_dict(saved["state_dict"])
-        self.model = module.model.to(device).eval()
+        load_weights(module, saved, checkpoint)
+        try:
+            self.model = module.model.to(device).eval()
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
         self.warn = warn
 
     def translate(
@@ -74,9 +78,10 @@ class Translator:
                     f"{self.max_length}: expect little of its translation"
                 )
         found = search_all(self.model, sources, beam_size=beam_size, length_penalty=length_penalty, n_best=n_best)
-        for i, ids, hypotheses in zip(wanted, sources, found, strict=True):
+        for i, hypotheses in zip(wanted, found, strict=True):
             if not hypotheses[0].finished:
-                self.warn(f"line {first_line + i}: cut at {len(ids) - 1} + 50 subwords without an end of sentence")
+                subwords = len(hypotheses[0].ids)
+                self.warn(f"line {first_line + i}: its translation was cut at {subwords} subwords, no end had come")
             results[i] = [self.tokenizer.decode(h.ids) for h in hypotheses]
             results[i] += [""] * (n_best - len(results[i]))
         return results
@@ -90,11 +95,6 @@ class Translator:
             for outputs in self.translate(chunk, beam_size, length_penalty, n_best, number):
                 yield from (one_line(text) for text in outputs)
             number += len(chunk)
-
-
-def one_line(text: str) -> str:
-    """A file of outputs holds one line for each, whatever the model has written."""
-    return text.replace("\r", " ").replace("\n", " ")
 
 
 def best_device() -> str:

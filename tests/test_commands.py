@@ -543,28 +543,6 @@ def test_a_run_without_its_result_is_scored_again_without_training(corpus, copie
     assert lines(copied / "hypotheses.valid.txt") == lines(finished / "hypotheses.valid.txt")
 
 
-def test_a_run_stopped_by_its_time_limit_gets_on_each_time(corpus, finished, tmp_path, monkeypatch, capsys):
-    """Time limits shorter than `checkpoint_every` included: the updates that were done are not lost."""
-    run, original = tmp_path / "run", module.LitTransformer.on_train_batch_start
-
-    def stop_after_ten(self, batch, batch_idx):
-        self.trainer.should_stop = self.trainer.global_step - self.started >= 9  # as Lightning's timer does
-        return original(self, batch, batch_idx)
-
-    def start(self):
-        self.started = self.trainer.global_step
-        on_train_start(self)
-
-    on_train_start = module.LitTransformer.on_train_start
-    monkeypatch.setattr(module.LitTransformer, "on_train_start", start)
-    monkeypatch.setattr(module.LitTransformer, "on_train_batch_start", stop_after_ten)
-    statuses = [fit(corpus, run, run__checkpoint_every=1000) for _ in range(3)]
-    assert statuses == [1, 1, 0]
-    assert "the same command goes on" in capsys.readouterr().err
-    assert [step for step, _ in metrics(run, "train_loss")] == list(range(1, UPDATES + 1))
-    assert same_weights(newest(run), newest(finished))
-
-
 def test_an_interrupt_in_training_exits_130_and_the_run_goes_on(corpus, finished, tmp_path, monkeypatch, capsys):
     run, handler = tmp_path / "run", signal.getsignal(signal.SIGINT)
     try:
@@ -759,7 +737,7 @@ def test_averages_of_more_than_there_are_are_refused(command, count, copied, cap
     before = content(copied)
     assert exit_status([command, copied, flag, count]) == 1
     shown = one_error(capsys.readouterr().err)
-    assert f"of the {count} checkpoints" in shown
+    assert "checkpoints to average" in shown
     assert count < 0 or "holds 3 of" in shown
     assert content(copied) == before
 
@@ -890,13 +868,6 @@ def test_a_run_that_was_moved_is_scored_where_it_stands(copied, tmp_path):
     assert exit_status(["validate", tmp_path / "elsewhere", "--sentences", 2]) == 0
     assert (tmp_path / "elsewhere" / "validate.json").is_file()
     assert not copied.exists()
-
-
-def test_hypotheses_with_subword_marks_are_refused_and_nothing_is_scored(copied, monkeypatch, capsys):
-    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: "so@@ it")
-    assert exit_status(["validate", copied]) == 1
-    assert "subword mark" in capsys.readouterr().err
-    assert not (copied / "validate.json").exists()
 
 
 def test_scores_are_of_the_hypotheses_file_even_where_the_model_writes_newlines(corpus, copied, monkeypatch):

@@ -206,7 +206,7 @@ def test_a_checkpoint_loads_by_itself_with_the_model_it_holds(corpus, tmp_path):
 
 
 def test_learned_positions_shorter_than_the_text_are_refused_at_setup(corpus):
-    with pytest.raises(ValueError, match="max_positions = 8: the longest training sentence has"):
+    with pytest.raises(ValueError, match="max_positions = 8: the longest train sentence has"):
         train(corpus, module={"position": "learned", "max_positions": 8})
 
 

@@ -1,0 +1,121 @@
+"""A run's scores, and the record of how they came about: result.json."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lit_transformer.checkpoint import list_checkpoints, load_checkpoint, load_weights
+from lit_transformer.cli import ExperimentCLI
+from lit_transformer.module import Evaluation
+from lit_transformer.progress import say
+from lit_transformer.store import write_atomic, write_json
+
+
+def score(cli: ExperimentCLI, trainer: pl.Trainer, split: str, checkpoint: Path, sentences: int = 0) -> Evaluation:
+    """Perplexity over a whole split and BLEU on so many sentences (0: all), with the weights of a checkpoint."""
+    saved = load_checkpoint(checkpoint)
+    load_weights(cli.model, saved, checkpoint)
+    if "TranslationDataModule" not in saved:
+        raise ValueError(f"{checkpoint} does not carry its tokeniser: use one written by `fit` or `average`")
+    cli.datamodule.use_tokenizer(saved["TranslationDataModule"]["tokenizer_model"])
+    cli.model.bleu_sentences = sentences or sys.maxsize
+    say(f"scoring {split} with {checkpoint}")
+    run = trainer.validate if split == "valid" else trainer.test
+    run(cli.model, datamodule=cli.datamodule, verbose=False)
+    assert cli.model.evaluation is not None
+    return replace(cli.model.evaluation, step=saved["global_step"])
+
+
+def _scores(found: Evaluation) -> dict[str, Any]:
+    names = {"sacreBLEU": "bleu", "compound-split BLEU": "compound_split_bleu", "chrF": "chrf"}
+    return {
+        "split": found.split,
+        "nll": found.nll,
+        "perplexity": found.perplexity,
+        "tokens": found.tokens,
+        "unfinished": found.unfinished,
+        **{names[score.name]: score.as_dict() for score in found.scores},
+    }
+
+
+def facts(cli: ExperimentCLI, found: Evaluation, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """What every result says of the run that it comes from."""
+    store = cli.datamodule.store
+    assert store is not None
+    return {
+        "study": cli.run.study,
+        "variant": cli.run.variant,
+        "seed": cli.seed,
+        "updates": checkpoint["global_step"],
+        "averaged": checkpoint.get("averaged", []),
+        "parameters": cli.model.model.num_parameters,
+        "vocab_size": cli.model.config.vocab_size,
+        **_scores(found),
+        "beam_size": cli.model.beam_size,
+        "length_penalty": cli.model.length_penalty,
+        "data": store.fingerprint,
+        "tokenizer": store.tokenizer_fingerprint,
+        "versions": {
+            "lit_transformer_commit": _commit(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "lightning": pl.__version__,
+        },
+    }
+
+
+def write_result(cli: ExperimentCLI, trainer: pl.Trainer, found: Evaluation, args: Sequence[str]) -> None:
+    step, path = list_checkpoints(cli.folder / "checkpoints")[-1]
+    checkpoint = load_checkpoint(path)
+    cli.datamodule.setup("fit")
+    plan = cli.datamodule.plan
+    uses = plan.uses(step)
+    flops = cli.model.config.forward_flops(plan.src_lengths, plan.tgt_lengths)
+    device = torch.cuda.get_device_name() if trainer.strategy.root_device.type == "cuda" else "CPU"
+    write_hypotheses(cli.folder / "hypotheses.valid.txt", found)
+    write_json(
+        cli.folder / "result.json",
+        {
+            **facts(cli, found, checkpoint),
+            "src_tokens": int((uses * plan.src_lengths).sum()),
+            "tgt_tokens": int((uses * plan.tgt_lengths).sum()),
+            "epochs": step / plan.updates_per_epoch,
+            "flops": float(3 * (uses * flops).sum()),  # backward costs twice a forward pass
+            "hours": checkpoint["training_seconds"] / 3600,
+            "device": device,
+            "processes": trainer.world_size,
+            "command": ["fit", *args],
+            "config": cli.plain,
+        },
+    )
+    print_scores(found)
+
+
+def write_hypotheses(path: Path, found: Evaluation) -> None:
+    write_atomic(path, "".join(f"{line}\n" for line in found.hypotheses).encode())
+
+
+def print_scores(found: Evaluation) -> None:
+    print(f"{found.split}: perplexity {found.perplexity:.3f} over {found.tokens:,} subwords, update {found.step:,}")
+    for score in found.scores:
+        print(f"{found.split}: {score}")
+    if found.unfinished:
+        print(f"{found.split}: {found.unfinished} outputs were cut at the length limit")
+
+
+def _commit() -> str:
+    here = Path(__file__).parent
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"  # installed without its repository
