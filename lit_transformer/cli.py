@@ -58,7 +58,7 @@ class RunConfig:
     variant: str = ""
     checkpoint_every: int = 1000
     keep_checkpoints: int = 5
-    wandb: Literal["no", "offline", "online"] = "no"
+    wandb: Literal["none", "offline", "online"] = "none"
     wandb_project: str = "lit-transformer"
 
     def __post_init__(self) -> None:
@@ -177,8 +177,8 @@ class ExperimentCLI(LightningCLI):
         self.trainer_config: TrainerConfig = init["trainer"]
         self.folder = Path(self.run.dir)
         self.seed: int = self.config["seed_everything"]
-        if isinstance(self.seed, bool):
-            raise ValueError("seed_everything must be a whole number, so that the run can be repeated")
+        if isinstance(self.seed, bool) or not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed_everything = {self.seed}: must be a whole number from 0, for runs to be repeated")
         data, model = vars(init["data"]), vars(init["model"])
         self.datamodule = TranslationDataModule(**data, seed=self.seed)
         # Without memory where nothing is to be trained: that checks a configuration of any size at once.

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import csv
+import fcntl
 import io
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,7 +24,10 @@ from lit_transformer.store import write_atomic
 
 PAPER_TABLE3 = "paper_table3.csv"
 # Runs that differ in one of these are never put into one table.
-MUST_AGREE = ("split", "data", "tokenizer", "bleu.signature", "bleu.sentences", "beam_size", "length_penalty")
+MUST_AGREE = (
+    "split", "data", "tokenizer", "beam_size", "length_penalty",
+    "bleu.signature", "bleu.sentences", "compound_split_bleu.signature",
+)  # fmt: skip
 COLUMNS = (
     "variant", "set", "seeds", "perplexity", "perplexity_sd", "bleu", "bleu_sd", "bleu_difference",
     "perplexity_difference", "compound_split_bleu", "parameters", "vocab_size", "updates", "tgt_tokens", "flops",
@@ -47,12 +52,12 @@ class Row:
 
     def spread(self, key: str) -> float | None:
         values = self._values(key)
-        return statistics.stdev(values) if len(values) > 1 else None
+        return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
 
     def _values(self, key: str) -> list[float]:
-        """Of all seeds, or of none where one has no finite value: a mean of the others would flatter."""
-        values = [get(result, key) for result in self.results]
-        return [] if None in values else [float(value) for value in values]
+        # JSON has no infinity: a perplexity beyond a float stands there as null.
+        values = (get(result, key) for result in self.results)
+        return [math.inf if value is None else float(value) for value in values]
 
 
 def get(result: dict[str, Any], key: str) -> Any:
@@ -78,10 +83,20 @@ def read_study(folder: Path) -> tuple[dict[str, Any], list[Row]]:
         for seed in study["seeds"]:
             file = folder / variant["name"] / f"seed{seed}" / "result.json"
             if file.is_file():
-                row.results.append(json.loads(file.read_text(encoding="utf-8")))
+                row.results.append(_read_result(file))
         rows.append(row)
     check_comparable([(f"{row.name}/seed{r['seed']}", r) for row in rows for r in row.results])
     return study, rows
+
+
+def _read_result(file: Path) -> dict[str, Any]:
+    try:
+        result = json.loads(file.read_text(encoding="utf-8"))
+        for key in (*MUST_AGREE, "bleu.score", "perplexity", "compound_split_bleu.score", "hours"):
+            get(result, key)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is no result of `fit` ({error!r}): remove it and run the study again") from error
+    return result
 
 
 def check_comparable(results: Sequence[tuple[str, dict[str, Any]]]) -> None:
@@ -139,7 +154,7 @@ def tabulate(rows: Sequence[Row], paper: dict[str, dict[str, str]]) -> list[dict
             "paper_bleu": published(row, "BLEU"),
             "paper_perplexity_difference": difference(published(row, "PPL"), published(base, "PPL")),
             "paper_bleu_difference": difference(published(row, "BLEU"), published(base, "BLEU")),
-            "failed": row.failed if len(row.results) == 0 else "",
+            "failed": row.failed,
             **{key: first.get(key) for key in ("parameters", "vocab_size", "updates", "tgt_tokens", "flops")},
         }
         table.append({column: values[column] for column in COLUMNS})
@@ -160,7 +175,7 @@ def to_markdown(study: dict[str, Any], table: Sequence[dict[str, Any]], rows: Se
     head += ["paper PPL", "paper BLEU", "paper dPPL", "paper dBLEU"]
     lines = [head, ["---"] * 2 + ["---:"] * 5 + ["---"] + ["---:"] * 4]
     for row in table:
-        if row["failed"]:
+        if row["failed"] and not row["seeds"]:
             lines.append([row["variant"], row["set"], f"failed: {row['failed']}"] + [""] * 9)
             continue
         lines.append(
@@ -179,7 +194,7 @@ def to_markdown(study: dict[str, Any], table: Sequence[dict[str, Any]], rows: Se
                 _number(row["paper_bleu_difference"], 1, sign=True),
             ]
         )
-    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    text = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
     return f"# {study['name']}\n\n{text}\n\n" + "\n".join(f"- {line}" for line in _legend(study, rows)) + "\n"
 
 
@@ -205,6 +220,7 @@ def _legend(study: dict[str, Any], rows: Sequence[Row]) -> list[str]:
         "tokenised text with compounds split and reads higher; only differences to base are to be compared with it.",
         f"PPL: per subword of a vocabulary of {first['vocab_size']:,}, unsmoothed, end of sentence included. "
         "Differences (d) are to the first row.",
+        *(f"{row.name}: a seed was given up: {row.failed}" for row in rows if row.failed and row.results),
         f"Parameters are exact, at that vocabulary. Data {first['data']}, tokeniser {first['tokenizer']}.",
     ]
 
@@ -222,8 +238,8 @@ def plot(study: dict[str, Any], table: Sequence[dict[str, Any]]) -> bytes:
         for shift, source, colour in ((-0.2, "", "#1f77b4"), (0.2, "paper_", "#bbbbbb")):
             values = [row[f"{source}{measure}_difference"] for row in shown]
             axis.barh(
-                [i + shift for i, value in enumerate(values) if value is not None],
-                [value for value in values if value is not None],
+                [i + shift for i, value in enumerate(values) if value is not None and math.isfinite(value)],
+                [value for value in values if value is not None and math.isfinite(value)],
                 height=0.38,
                 color=colour,
                 label="the paper" if source else f"this study ({study['name']})",
@@ -251,12 +267,19 @@ def build(runs: Path, name: str, out: Path) -> str:
     Returns:
         The Markdown table.
     """
-    study, rows = read_study(runs / name)
-    table = tabulate(rows, read_paper(out))
-    markdown = to_markdown(study, table, rows)
-    write_atomic(out / f"{name}.csv", to_csv(table).encode())
-    write_atomic(out / f"{name}.md", markdown.encode())
-    write_atomic(out / f"{name}.png", plot(study, table))
+    if not (runs / name).is_dir():
+        raise ValueError(f"{runs / name} holds no study: run `lit-transformer sweep run` first")
+    with open(runs / name / ".results.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the one that read last writes last
+        try:
+            study, rows = read_study(runs / name)
+            table = tabulate(rows, read_paper(out))
+            markdown = to_markdown(study, table, rows)
+            files = {"csv": to_csv(table).encode(), "md": markdown.encode(), "png": plot(study, table)}
+            for ending, content in files.items():
+                write_atomic(out / f"{name}.{ending}", content)
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)
     return markdown
 
 

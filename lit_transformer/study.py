@@ -9,11 +9,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
 from lit_transformer.cli import resolve
 from lit_transformer.store import write_json
 
+_OURS = ("run.dir", "run.study", "run.variant", "seed_everything")  # keys that follow from the study itself
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -86,6 +88,13 @@ def read_study_file(path: Path) -> Study:
     for name in [study.name, *names]:
         if not _SAFE_NAME.fullmatch(name):
             raise ValueError(f"{path}: name {name!r} becomes a folder: letters, digits, dots, dashes, underscores only")
+    if study.name == "paper_table3" or {"study.json", "optuna.db"} & set(names):
+        raise ValueError(f"{path}: paper_table3, study.json and optuna.db are names of other files: choose another")
+    for variant in [Variant("all variants", study.set), *study.variants]:
+        if taken := set(_OURS) & variant.set.keys():
+            raise ValueError(f"{path}: {variant.name} sets {', '.join(sorted(taken))}, which the study sets itself")
+    if any(seed < 0 for seed in study.seeds):
+        raise ValueError(f"{path}: seeds are {study.seeds}: must be whole numbers of at least 0")
     for what, values in (("variant", names), ("seed", study.seeds)):
         if len(set(values)) != len(values) or not values:
             raise ValueError(f"{path}: each {what} must stand there once, and at least one; given: {values}")
@@ -121,22 +130,31 @@ def check(study: Study, file: Path, folder: Path) -> dict[str, dict[str, Any]]:
     Raises:
         ValueError: names the variant and what is wrong with it, or what changed under results that exist.
     """
+    for name in study.config:
+        try:
+            yaml.safe_load((file.parent / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ValueError(f"{file}: {file.parent / name} cannot be read: {error}") from error
     resolved = {}
     for cell in study.cells():
         try:
             resolved[str(cell)] = resolve(fit_arguments(study, file, cell, folder))
         except ValueError as error:
             raise ValueError(f"{file}, variant {cell.variant.name}: {error}") from error
-    description = folder / "study.json"
-    if description.is_file():
-        before = json.loads(description.read_text(encoding="utf-8"))["resolved"]
-        for name in sorted(before.keys() & resolved.keys()):
-            if before[name] != resolved[name] and (folder / name / "result.json").is_file():
-                raise ValueError(
-                    f"{file}: {name} has a result, but {_first_difference(before[name], resolved[name])}: "
-                    "undo the change, or give the study another name"
-                )
+    before = _resolved_before(folder)
+    for name in sorted(before.keys() & resolved.keys()):
+        old, new = (config | {"run": config["run"] | {"dir": ""}} for config in (before[name], resolved[name]))
+        if old != new and (folder / name / "result.json").is_file():
+            raise ValueError(
+                f"{file}: {name} has a result, but {_first_difference(old, new)}: "
+                "undo the change, or give the study another name"
+            )
     return resolved
+
+
+def _resolved_before(folder: Path) -> dict[str, dict[str, Any]]:
+    description = folder / "study.json"
+    return json.loads(description.read_text(encoding="utf-8"))["resolved"] if description.is_file() else {}
 
 
 def describe(study: Study, folder: Path, resolved: dict[str, Any], failed: dict[str, str]) -> None:
@@ -148,7 +166,13 @@ def describe(study: Study, folder: Path, resolved: dict[str, Any], failed: dict[
     variants = [{**asdict(v), "paper": v.paper or v.name, "failed": failed.get(v.name, "")} for v in study.variants]
     write_json(
         folder / "study.json",
-        {"name": study.name, "seeds": study.seeds, "variants": variants, "resolved": resolved},
+        {
+            "name": study.name,
+            "seeds": study.seeds,
+            "variants": variants,
+            # Also of variants that the file no longer has: their results still stand.
+            "resolved": _resolved_before(folder) | resolved,
+        },
     )
 
 

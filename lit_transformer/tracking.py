@@ -18,7 +18,7 @@ from lit_transformer.store import write_atomic
 
 def loggers(cli: ExperimentCLI) -> list[Logger]:
     found: list[Logger] = [CSVLogger(cli.folder, name="csv")]
-    if cli.run.wandb == "no":
+    if cli.run.wandb == "none":
         return found
     try:
         import wandb

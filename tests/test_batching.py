@@ -145,14 +145,14 @@ def test_uses_counts_what_the_updates_hold(updates):
 
 
 def test_wrong_sizes_are_refused_with_their_values():
-    with pytest.raises(ValueError, match="max_tokens = 20.*60 tokens"):
+    with pytest.raises(ValueError, match=r"max_tokens = 20 .* 60 tokens"):
         UpdatePlan(np.array([60]), np.array([3]), 10, 1).accumulation(1, 20)
     with pytest.raises(ValueError, match="tokens_per_update = 0"):
         plan(tokens=0)
     with pytest.raises(ValueError, match="0 source"):
         UpdatePlan(np.array([]), np.array([]), 10, 1)
+    p = plan()
     with pytest.raises(ValueError, match="does not fit"):
-        p = plan()
         p.split(p.update(0), 1, 60)
 
 

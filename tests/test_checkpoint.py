@@ -113,7 +113,7 @@ def test_what_is_no_checkpoint_is_refused_by_name(three, tmp_path, kind, monkeyp
         torch.save({"state_dict": {}, "evil": Malicious()}, path)
     elif kind == "list":
         torch.save([1, 2], path)
-    with pytest.raises(ValueError, match="bad.ckpt"):
+    with pytest.raises(ValueError, match=r"bad\.ckpt"):
         load_checkpoint(path)
     assert not Path("pwned").exists()
 

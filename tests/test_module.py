@@ -189,7 +189,7 @@ def test_a_non_finite_update_stops_before_it_reaches_the_weights(corpus):
                 module.model.embedding.weight.grad[5, 0] = float("nan")
 
     module, trainer = make_module(), make_trainer(callbacks=[Poison()])
-    with pytest.raises(TrainingError, match="update 4: .*no longer finite"):
+    with pytest.raises(TrainingError, match=r"update 4: .*no longer finite"):
         trainer.fit(module, datamodule=make_data(corpus))
     assert trainer.global_step == 3
     assert all(torch.isfinite(p).all() for p in module.parameters())
