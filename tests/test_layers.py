@@ -28,8 +28,8 @@ ALLOWED = {
     "tracking": {"cli", "store", "progress"},
     "scoring": {"cli", "module", "checkpoint", "store", "progress"},
     "commands": {
-        "tracking", "scoring", "cli", "callbacks", "translate", "module", "checkpoint", "corpus", "sources", "store",
-        "progress",
+        "tracking", "scoring", "cli", "callbacks", "translate", "module", "checkpoint", "corpus", "decode", "sources",
+        "store", "progress",
     },
     "results": {"store"},
     "study": {"cli", "store"},

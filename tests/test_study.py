@@ -207,7 +207,6 @@ def test_each_cell_resolves_to_base_with_its_changes(tmp_path):
         ("trainer.deterministic", True),
         ("trainer.devices", [0]),
         ("trainer.gradient_clip_val", None),
-        ("data.src_lang", "no"),  # Norwegian, not false
         ("run.wandb", "none"),
         ("data.train", ["a b.de", "c,d.en"]),
     ],
