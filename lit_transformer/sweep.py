@@ -170,7 +170,7 @@ class Engine:
         write_atomic(folder / "command", (shlex.join(command) + "\n").encode())
         threads = {name: str(self.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         environment = {**os.environ, **threads, SWEEP_VARIABLE: str(os.getpid())}
-        started = time.monotonic()
+        started = beat = time.monotonic()
         with open(folder / "log.txt", "ab") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
             while process.poll() is None:
@@ -179,9 +179,11 @@ class Engine:
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         process.wait(20)
                     process.kill()
-                self.storage.record_heartbeat(trial._trial_id)
+                if time.monotonic() - beat >= HEARTBEAT_SECONDS:
+                    beat = time.monotonic()
+                    self.storage.record_heartbeat(trial._trial_id)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(1)
+                    process.wait(0.5)
         if self.stopping.is_set() and process.returncode:
             self.trials.tell(trial.number, state=TrialState.FAIL)  # not its own fault: it is run again
             return
