@@ -141,15 +141,21 @@ def check(study: Study, file: Path, folder: Path) -> dict[str, dict[str, Any]]:
             resolved[str(cell)] = resolve(fit_arguments(study, file, cell, folder))
         except ValueError as error:
             raise ValueError(f"{file}, variant {cell.variant.name}: {error}") from error
+    done = {name for name in resolved if (folder / name / "result.json").is_file()}
+    refuse_changes(file, folder, resolved, done)
+    return resolved
+
+
+def refuse_changes(file: Path, folder: Path, resolved: dict[str, Any], names: set[str]) -> None:
+    """Raises ValueError where one of these cells, done or under way, was begun with another configuration."""
     before = _resolved_before(folder)
-    for name in sorted(before.keys() & resolved.keys()):
+    for name in sorted(before.keys() & names):
         old, new = (config | {"run": config["run"] | {"dir": ""}} for config in (before[name], resolved[name]))
-        if old != new and (folder / name / "result.json").is_file():
+        if old != new:
             raise ValueError(
-                f"{file}: {name} has a result, but {_first_difference(old, new)}: "
+                f"{file}: {name} has a result or is being trained, but {_first_difference(old, new)}: "
                 "undo the change, or give the study another name"
             )
-    return resolved
 
 
 def _resolved_before(folder: Path) -> dict[str, dict[str, Any]]:

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import fcntl
 import json
+import math
 import os
 import shlex
 import signal
@@ -33,7 +34,7 @@ from lit_transformer.progress import clock, say
 from lit_transformer.results import build
 from lit_transformer.sources import CorpusConfig
 from lit_transformer.store import write_atomic
-from lit_transformer.study import Cell, check, describe, fit_arguments, read_study_file
+from lit_transformer.study import Cell, check, describe, fit_arguments, read_study_file, refuse_changes
 
 MAX_FAILURES = 3
 HEARTBEAT_SECONDS = 10
@@ -152,7 +153,12 @@ class Engine:
             while not self.stopping.is_set():
                 claimed = self.claim()
                 if claimed:
-                    self.run(*claimed)
+                    try:
+                        self.run(*claimed)
+                    except optuna.exceptions.UpdateFinishedTrialError:
+                        # Its heartbeat had stopped, as in a laptop's sleep, and it was marked failed: claimed anew,
+                        # it goes on where it is, or is found finished.
+                        say(f"{self.study.name}: {claimed[0]} had been given up for dead; taking it up again")
                 elif any(t.state == TrialState.RUNNING for trials in self.by_cell().values() for t in trials):
                     self.stopping.wait(2)  # another worker's trial may yet come free
                 else:
@@ -172,6 +178,7 @@ class Engine:
         environment = {**os.environ, **threads, SWEEP_VARIABLE: str(os.getpid())}
         started = beat = time.monotonic()
         with open(folder / "log.txt", "ab") as log:
+            log_start = log.tell()
             process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
             while process.poll() is None:
                 if self.stopping.is_set():
@@ -189,18 +196,25 @@ class Engine:
             return
         result = folder / "result.json"
         if process.returncode or not result.is_file():
-            reason = _last_line(folder / "log.txt", process.returncode)
-            self.storage.set_trial_user_attr(trial._trial_id, "error", reason)
-            self.trials.tell(trial.number, state=TrialState.FAIL)
-            say(f"{self.study.name}: {cell} failed: {reason} (see {folder / 'log.txt'})")
+            self._fail(cell, trial, _last_line(folder / "log.txt", log_start, process.returncode))
             return
         found = json.loads(result.read_text(encoding="utf-8"))
-        scores = {"bleu": found["bleu"]["score"], "perplexity": found["perplexity"]}
+        scores: dict[str, float | None] = {"bleu": found["bleu"]["score"], "perplexity": found["perplexity"]}
+        scores = {n: v if v is not None and math.isfinite(v) else None for n, v in scores.items()}
+        if scores[self.study.metric] is None:
+            self._fail(cell, trial, f"its {self.study.metric} is no number: training has diverged")
+            return
         for name, value in scores.items():
             self.storage.set_trial_user_attr(trial._trial_id, name, value)
         self.trials.tell(trial.number, scores[self.study.metric])
         self._durations.append(time.monotonic() - started)
-        say(f"{self.study.name}: {cell} done, perplexity {scores['perplexity']:.2f}, BLEU {scores['bleu']:.2f}")
+        figures = f"perplexity {_figure(scores['perplexity'])}, BLEU {_figure(scores['bleu'])}"
+        say(f"{self.study.name}: {cell} done, {figures}")
+
+    def _fail(self, cell: Cell, trial: FrozenTrial, reason: str) -> None:
+        self.storage.set_trial_user_attr(trial._trial_id, "error", reason)
+        self.trials.tell(trial.number, state=TrialState.FAIL)
+        say(f"{self.study.name}: {cell} failed: {reason} (see {self.folder / str(cell) / 'log.txt'})")
 
     def grid(self) -> list[tuple[str, str, str]]:
         """(cell, done | running | failed | waiting, details) for every cell."""
@@ -208,7 +222,8 @@ class Engine:
         for name, trials in self.by_cell().items():
             by_state = {trial.state: trial for trial in trials}
             if self._done(name, trials):
-                rows.append((name, "done", f"{self.study.metric} {by_state[TrialState.COMPLETE].value:.2f}"))
+                value = by_state[TrialState.COMPLETE].user_attrs.get(self.study.metric)
+                rows.append((name, "done", f"{self.study.metric} {_figure(value)}"))
             elif running := by_state.get(TrialState.RUNNING):
                 words = _progress(self.folder / name)[0]
                 rows.append((name, "running", f"{words}, by {running.user_attrs.get('worker', 'somebody')}"))
@@ -244,8 +259,13 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def _last_line(log: Path, status: int) -> str:
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+def _figure(value: float | None) -> str:
+    return "beyond a number" if value is None else f"{value:.2f}"
+
+
+def _last_line(log: Path, start: int, status: int) -> str:
+    text = log.read_bytes()[start:].decode("utf-8", errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()]
     ended = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
     return f"{ended}: {lines[-1].strip()[:300]}" if lines else ended
 
@@ -267,6 +287,8 @@ def run_study(engine: Engine, out: Path, retry: bool) -> int:
     name = engine.study.name
     resolved = check(engine.study, engine.file, engine.folder)
     engine.open()
+    running = {name for name, state, _ in engine.grid() if state == "running"}
+    refuse_changes(engine.file, engine.folder, resolved, running)
     if retry:
         engine.retry()
     # Once, here, instead of by several trials at the same time.
@@ -318,7 +340,7 @@ def sweep_command(args: Sequence[str]) -> int:
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs")
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the tables")
     options = parser.parse_args(args)
-    workers = options.workers or len(os.sched_getaffinity(0))
+    workers = len(os.sched_getaffinity(0)) if options.workers is None else options.workers
     if workers < 1:
         parser.error(f"--workers {workers}: must be at least 1")
     engine = Engine(options.study, options.runs, workers, options.storage)
