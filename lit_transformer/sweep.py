@@ -182,7 +182,7 @@ class Engine:
             process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
             while process.poll() is None:
                 if self.stopping.is_set():
-                    process.send_signal(signal.SIGINT)
+                    process.terminate()
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         process.wait(20)
                     process.kill()
