@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Sequence
 
@@ -39,14 +40,23 @@ def main(args: Sequence[str] | None = None) -> int:
         return 2
     try:
         return _run(command, rest)
+    except BrokenPipeError:
+        return 1  # whoever read our output has had enough
     except (ValueError, RuntimeError, OSError) as error:
-        if type(error) in (RuntimeError, OSError):
+        if type(error) is RuntimeError:
             raise  # a fault of ours or of a library: the traceback is the message
-        print(f"lit-transformer {command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"lit-transformer {command}: error: {_one_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"lit-transformer {command}: interrupted; the same command goes on", file=sys.stderr)
         return 130
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"{text}: the disk is full; free some space and type the same command again"
+    return text
 
 
 def _run(command: str, args: list[str]) -> int:

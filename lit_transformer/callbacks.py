@@ -90,8 +90,7 @@ class Progress(pl.Callback):
                 "pid": os.getpid(),
             },
         )
-        say(
-            f"update {step:,} of {total:,} ({step / total:.0%}), training perplexity "
-            f"{latest.get('train_perplexity', float('nan')):.1f}, {speed:,.0f} target tokens/s, "
-            f"{clock(left)} left"
-        )
+        figures = ""
+        if "train_perplexity" in latest:  # not yet, right after a resume
+            figures = f"training perplexity {latest['train_perplexity']:.1f}, {speed:,.0f} target tokens/s, "
+        say(f"update {step:,} of {total:,} ({step / total:.0%}), {figures}{clock(left)} left")

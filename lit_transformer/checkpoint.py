@@ -25,6 +25,18 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
+def newest_checkpoint(run: Path) -> Path:
+    """The newest training checkpoint of a run's folder.
+
+    Raises:
+        ValueError: there is none.
+    """
+    checkpoints = list_checkpoints(run / "checkpoints")
+    if not checkpoints:
+        raise ValueError(f"{run} has no checkpoint: train it with `fit`")
+    return checkpoints[-1][1]
+
+
 def prune_checkpoints(folder: Path, keep: int) -> None:
     """Remove all but the newest `keep`."""
     for _, path in list_checkpoints(folder)[:-keep]:
@@ -42,8 +54,11 @@ def load_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
     except FileNotFoundError as error:
         raise ValueError(f"{path}: there is no such checkpoint") from error
     except Exception as error:  # torch raises many kinds for a file that is no checkpoint
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"{path} is damaged, or no checkpoint of plain data: {reason}") from error
+        # torch's own message recommends unsafe loading, so it is not passed on.
+        raise ValueError(
+            f"{path} is damaged, or no checkpoint of plain data ({type(error).__name__}); remove it to use the one "
+            "before it"
+        ) from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise ValueError(f"{path} holds no model: a checkpoint written by `fit` or `average` is needed")
     return checkpoint

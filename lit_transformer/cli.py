@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -150,7 +152,8 @@ class ExperimentCLI(LightningCLI):
                 "exit_on_error": False,
                 "allow_abbrev": False,  # or a misspelt key is taken for a longer one
             },
-            args=list(args),
+            # At the end, or it would print what stands before it only.
+            args=sorted(args, key=lambda arg: arg.startswith("--print_config")),
             run=False,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
@@ -209,9 +212,15 @@ class ExperimentCLI(LightningCLI):
 
     def keep_config(self) -> None:
         """Save the configuration with the run, or refuse one that would make it another experiment."""
-        path = self.folder / "config.yaml"
-        if path.is_file() and list_checkpoints(self.folder / "checkpoints"):  # before the first, nothing is decided
-            old, new = (_flat(c) for c in (yaml.safe_load(path.read_text(encoding="utf-8")), self.plain))
+        path, result = self.folder / "config.yaml", self.folder / "result.json"
+        before = None
+        if path.is_file() and (result.is_file() or list_checkpoints(self.folder / "checkpoints")):
+            before = yaml.safe_load(path.read_text(encoding="utf-8"))
+        elif result.is_file():
+            with contextlib.suppress(ValueError, KeyError):  # a damaged result is refused where it is read
+                before = json.loads(result.read_text(encoding="utf-8"))["config"]
+        if before:  # until there is a checkpoint, nothing is decided
+            old, new = _flat(before), _flat(self.plain)
             for key in sorted(old.keys() | new.keys()):
                 experiment = key in _SAME_TRAINER or key.split(".")[0] in ("model", "data", "seed_everything")
                 if experiment and key not in _NOT_THE_EXPERIMENT and old.get(key) != new.get(key):

@@ -19,7 +19,7 @@ from pathlib import Path
 from lightning.fabric.utilities.rank_zero import _get_rank
 
 from lit_transformer.callbacks import Checkpoints, Progress
-from lit_transformer.checkpoint import average_checkpoints, list_checkpoints, load_checkpoint
+from lit_transformer.checkpoint import average_checkpoints, list_checkpoints, load_checkpoint, newest_checkpoint
 from lit_transformer.cli import ExperimentCLI
 from lit_transformer.corpus import describe, prepare
 from lit_transformer.decode import BEAM_SIZE, LENGTH_PENALTY
@@ -36,7 +36,10 @@ SWEEP_VARIABLE = "LIT_TRANSFORMER_SWEEP"  # process id of the sweep that a trial
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """One process at a time works on a run; a second one waits, which a killed one's orphan may make needed."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"run.dir = {folder}: this folder cannot be made ({error.strerror})") from error
     if _get_rank():  # the first process holds the lock for all of them
         yield
         return
@@ -54,7 +57,7 @@ def prepare_command(args: Sequence[str]) -> int:
     cli = ExperimentCLI(args, "prepare", build=False)
     folder = prepare(cli.datamodule.corpus, cli.datamodule.root, say)
     for line in describe(Store(folder).meta["report"]):
-        print(line)
+        print(line)  # progress went to standard error, this is the result
     print(folder)
     return 0
 
@@ -81,8 +84,8 @@ def fit_command(args: Sequence[str]) -> int:
         )
         if not _get_rank():
             cli.keep_config()
-        if reached == max_steps and _has_result(cli):
-            say(f"{folder} is finished: {reached:,} updates, see {folder / 'result.json'}")
+        if _has_result(cli, reached):
+            say(f"{folder} is finished: {max_steps:,} updates, see {folder / 'result.json'}")
             return 0
         if not _get_rank():
             departures = f"departs from the paper's base in: {', '.join(cli.departures())}"
@@ -107,21 +110,30 @@ def fit_command(args: Sequence[str]) -> int:
     return 0
 
 
-def _has_result(cli: ExperimentCLI) -> bool:
+def _has_result(cli: ExperimentCLI, reached: int) -> bool:
     """Whether the run has been scored after its last update; refuses text that it was not trained on."""
     path, step = cli.folder / "result.json", cli.trainer_config.max_steps
     if not path.is_file():
         return False
-    result = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        updates, data = result["updates"], result["data"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): remove it, and the same command writes it anew") from error
+    if updates != step and not reached:
+        raise ValueError(
+            f"{cli.folder} holds the result of {updates:,} updates but no checkpoint to go on from: use another "
+            "--run.dir, or remove result.json to train anew"
+        )
     cli.datamodule.prepare_data()
     cli.datamodule.setup("validate")
     assert cli.datamodule.store is not None
-    if result["updates"] == step and result["data"] != cli.datamodule.store.fingerprint:
+    if updates == step and data != cli.datamodule.store.fingerprint:
         raise ValueError(
-            f"{cli.folder} was trained with data = {result['data']}, this text is {cli.datamodule.store.fingerprint}: "
+            f"{cli.folder} was trained with data = {data}, this text is {cli.datamodule.store.fingerprint}: "
             "use the same text and options, or another --run.dir"
         )
-    return bool(result["updates"] == step)
+    return bool(updates == step)
 
 
 def _stop_with_the_sweep() -> None:
@@ -159,10 +171,10 @@ def evaluate_command(split: str, args: Sequence[str]) -> int:
     if split == "test" and "test" not in cli.datamodule.corpus.splits():
         raise ValueError(f"{options.run} has no test split: give --data.test '[SOURCE, TARGET]'")
     checkpoint = options.checkpoint or (
-        _average(Path(options.run), options.average) if options.average else _newest(Path(options.run))
+        _average(Path(options.run), options.average) if options.average else newest_checkpoint(Path(options.run))
     )
     if options.checkpoint:
-        mine, given = (load_checkpoint(path) for path in (_newest(Path(options.run)), checkpoint))
+        mine, given = (load_checkpoint(path) for path in (newest_checkpoint(Path(options.run)), checkpoint))
         for field in ("data", "tokenizer"):
             if given.get("TranslationDataModule", {}).get(field) != mine["TranslationDataModule"][field]:
                 raise ValueError(f"{checkpoint} is not of this run: its {field} is another one")
@@ -182,13 +194,6 @@ def _saved_config(run: str) -> list[str]:
     if not path.is_file():
         raise ValueError(f"{run} is no run (no config.yaml in it): name the folder given to fit as --run.dir")
     return ["--config", str(path)]
-
-
-def _newest(run: Path) -> Path:
-    checkpoints = list_checkpoints(run / "checkpoints")
-    if not checkpoints:
-        raise ValueError(f"{run} has no checkpoint yet: train it with `fit`")
-    return checkpoints[-1][1]
 
 
 def _average(run: Path, last: int, out: Path | None = None) -> Path:
@@ -227,8 +232,7 @@ def translate_command(args: Sequence[str]) -> int:
     parser.add_argument("--device", default=best_device())
     _add_decoding(parser)
     options = parser.parse_args(args)
-    checkpoint = _newest(options.model) if options.model.is_dir() else options.model
-    translator = Translator(checkpoint, options.device, warn=say)
+    translator = Translator(options.model, options.device, warn=say)
     lines = translator.translate_lines(
         read_lines(options.input), options.beam_size, options.length_penalty, options.n_best
     )

@@ -83,17 +83,22 @@ def read_study(folder: Path) -> tuple[dict[str, Any], list[Row]]:
         for seed in study["seeds"]:
             file = folder / variant["name"] / f"seed{seed}" / "result.json"
             if file.is_file():
-                row.results.append(_read_result(file))
+                row.results.append(_read_result(file, variant["name"], seed))
+        if len({result["updates"] for result in row.results}) > 1:
+            raise ValueError(f"{folder / row.name}: its seeds have different updates: run the study to the end first")
         rows.append(row)
     check_comparable([(f"{row.name}/seed{r['seed']}", r) for row in rows for r in row.results])
     return study, rows
 
 
-def _read_result(file: Path) -> dict[str, Any]:
+def _read_result(file: Path, variant: str, seed: int) -> dict[str, Any]:
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
-        for key in (*MUST_AGREE, "bleu.score", "perplexity", "compound_split_bleu.score", "hours"):
+        for key in (*MUST_AGREE, "updates", "bleu.score", "perplexity", "compound_split_bleu.score", "hours"):
             get(result, key)
+        for key, here in (("variant", variant), ("seed", seed)):
+            if result[key] != here:
+                raise ValueError(f"its {key} is {result[key]!r}, it stands where {here!r} belongs")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is no result of `fit` ({error!r}): remove it and run the study again") from error
     return result
@@ -218,6 +223,7 @@ def _legend(study: dict[str, Any], rows: Sequence[Row]) -> list[str]:
         f"BLEU: {first['bleu']['signature']}, {first['bleu']['sentences']:,} sentences of the {first['split']} split, "
         f"beam {first['beam_size']}, length penalty {first['length_penalty']}, no averaging. The paper's BLEU is on "
         "tokenised text with compounds split and reads higher; only differences to base are to be compared with it.",
+        *([f"BLEU: {first['bleu']['note']}."] if first["bleu"].get("note") else []),
         f"PPL: per subword of a vocabulary of {first['vocab_size']:,}, unsmoothed, end of sentence included. "
         "Differences (d) are to the first row.",
         *(f"{row.name}: a seed was given up: {row.failed}" for row in rows if row.failed and row.results),

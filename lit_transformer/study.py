@@ -13,6 +13,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
 from lit_transformer.cli import resolve
+from lit_transformer.results import read_paper
 from lit_transformer.store import write_json
 
 _OURS = ("run.dir", "run.study", "run.variant", "seed_everything")  # keys that follow from the study itself
@@ -93,6 +94,13 @@ def read_study_file(path: Path) -> Study:
     for variant in [Variant("all variants", study.set), *study.variants]:
         if taken := set(_OURS) & variant.set.keys():
             raise ValueError(f"{path}: {variant.name} sets {', '.join(sorted(taken))}, which the study sets itself")
+    rows = read_paper(Path("results"))
+    for variant in study.variants:
+        if rows and variant.paper and variant.paper not in rows:
+            raise ValueError(
+                f"{path}, variant {variant.name}: paper = {variant.paper!r} is no row of the paper's table; "
+                f"its rows are {', '.join(rows)}"
+            )
     if any(seed < 0 for seed in study.seeds):
         raise ValueError(f"{path}: seeds are {study.seeds}: must be whole numbers of at least 0")
     for what, values in (("variant", names), ("seed", study.seeds)):
@@ -163,13 +171,9 @@ def _resolved_before(folder: Path) -> dict[str, dict[str, Any]]:
     return json.loads(description.read_text(encoding="utf-8"))["resolved"] if description.is_file() else {}
 
 
-def describe(study: Study, folder: Path, resolved: dict[str, Any], failed: dict[str, str]) -> None:
-    """Write study.json, which results are built from.
-
-    Args:
-        failed: reasons by variant, where one was given up.
-    """
-    variants = [{**asdict(v), "paper": v.paper or v.name, "failed": failed.get(v.name, "")} for v in study.variants]
+def describe(study: Study, folder: Path, resolved: dict[str, Any]) -> None:
+    """Write study.json, which results are built from."""
+    variants = [{**asdict(v), "paper": v.paper or v.name, "failed": ""} for v in study.variants]
     write_json(
         folder / "study.json",
         {
@@ -180,6 +184,14 @@ def describe(study: Study, folder: Path, resolved: dict[str, Any], failed: dict[
             "resolved": _resolved_before(folder) | resolved,
         },
     )
+
+
+def note_failures(folder: Path, failed: dict[str, str]) -> None:
+    """Into study.json, as it is now: which variants were given up, and why."""
+    described = json.loads((folder / "study.json").read_text(encoding="utf-8"))
+    for variant in described["variants"]:
+        variant["failed"] = failed.get(variant["name"], "")
+    write_json(folder / "study.json", described)
 
 
 def _first_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:

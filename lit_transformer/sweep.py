@@ -34,7 +34,7 @@ from lit_transformer.progress import clock, say
 from lit_transformer.results import build
 from lit_transformer.sources import CorpusConfig
 from lit_transformer.store import write_atomic
-from lit_transformer.study import Cell, check, describe, fit_arguments, read_study_file, refuse_changes
+from lit_transformer.study import Cell, check, describe, fit_arguments, note_failures, read_study_file, refuse_changes
 
 MAX_FAILURES = 3
 HEARTBEAT_SECONDS = 10
@@ -182,10 +182,11 @@ class Engine:
             process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
             while process.poll() is None:
                 if self.stopping.is_set():
-                    process.terminate()
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(20)
-                    process.kill()
+                    # By Ctrl-C first; a shell's background jobs ignore it, and then it takes more.
+                    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+                        process.send_signal(number)
+                        with contextlib.suppress(subprocess.TimeoutExpired):
+                            process.wait(8)
                 if time.monotonic() - beat >= HEARTBEAT_SECONDS:
                     beat = time.monotonic()
                     self.storage.record_heartbeat(trial._trial_id)
@@ -230,7 +231,8 @@ class Engine:
             elif name in given_up:
                 rows.append((name, "failed", given_up[name]))
             else:
-                rows.append((name, "waiting", ""))
+                begun = (self.folder / name / "progress.json").is_file()
+                rows.append((name, "waiting", f"begun, {_progress(self.folder / name)[0]}" if begun else ""))
         return rows
 
     def summary(self) -> str:
@@ -296,7 +298,7 @@ def run_study(engine: Engine, out: Path, retry: bool) -> int:
         fields = json.loads(data)
         own = {k: v for k, v in fields.items() if k in CorpusConfig.__dataclass_fields__}
         prepare(CorpusConfig(**own), Path(fields["root"]), say)
-    describe(engine.study, engine.folder, resolved, {})
+    describe(engine.study, engine.folder, resolved)
     say(
         f"{name}: {len(engine.names)} runs, {engine.workers} at a time, {engine.threads} "
         f"{'thread' if engine.threads == 1 else 'threads'} each; logs in {engine.folder}/VARIANT/seedN/log.txt"
@@ -321,7 +323,7 @@ def run_study(engine: Engine, out: Path, retry: bool) -> int:
     if engine.crashed:
         raise engine.crashed[0]
     failed = engine.failures()
-    describe(engine.study, engine.folder, resolved, {cell.rpartition("/")[0]: why for cell, why in failed.items()})
+    note_failures(engine.folder, {cell.rpartition("/")[0]: why for cell, why in failed.items()})
     print(build(engine.folder.parent, name, out))
     print(f"written: {out / name}.csv, .md, .png")
     for cell, reason in failed.items():

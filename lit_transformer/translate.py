@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from lit_transformer.checkpoint import load_checkpoint, load_weights
+from lit_transformer.checkpoint import load_checkpoint, load_weights, newest_checkpoint
 from lit_transformer.corpus import is_blank
 from lit_transformer.decode import BEAM_SIZE, LENGTH_PENALTY, search_all
 from lit_transformer.module import LitTransformer
@@ -20,7 +20,7 @@ class Translator:
     """A trained model with its tokeniser.
 
     Args:
-        checkpoint: written by `fit` or `average`.
+        checkpoint: written by `fit` or `average`; or a run's folder, for its newest one.
         device: where to decode.
         warn: takes a line about each input that is longer than the model was trained for.
 
@@ -29,7 +29,9 @@ class Translator:
     """
 
     def __init__(self, checkpoint: str | Path, device: str = "cpu", warn: Callable[[str], None] = print) -> None:
-        saved = load_checkpoint(Path(checkpoint))
+        checkpoint = Path(checkpoint)
+        checkpoint = newest_checkpoint(checkpoint) if checkpoint.is_dir() else checkpoint
+        saved = load_checkpoint(checkpoint)
         if "TranslationDataModule" not in saved or "hyper_parameters" not in saved:
             raise ValueError(f"{checkpoint} does not carry its tokeniser and configuration: use one written by `fit`")
         data = saved["TranslationDataModule"]

@@ -32,7 +32,7 @@ ALLOWED = {
         "store", "progress",
     },
     "results": {"store"},
-    "study": {"cli", "store"},
+    "study": {"cli", "results", "store"},
     "sweep": {"study", "commands", "results", "sources", "corpus", "store", "progress"},
     "__main__": {"commands", "sweep", "results"},
     "__init__": {"data", "module", "transformer"},

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lit_transformer.__main__ import main
-from lit_transformer.study import Cell, Study, Variant, check, describe, fit_arguments, read_study_file
+from lit_transformer.study import Cell, Study, Variant, check, describe, fit_arguments, note_failures, read_study_file
 from lit_transformer.transformer import TransformerConfig
 
 REPOSITORY = Path(__file__).parents[1]
@@ -59,7 +59,7 @@ def run(file: Path, runs: Path, *cells: str) -> None:
     """What is left behind where these cells have finished."""
     resolved = checked(file, runs)
     study = read_study_file(file)
-    describe(study, runs / study.name, resolved, {})
+    describe(study, runs / study.name, resolved)
     for cell in cells:
         folder = runs / study.name / cell
         folder.mkdir(parents=True, exist_ok=True)
@@ -397,7 +397,8 @@ def test_the_same_folder_spelt_in_another_way_is_no_change(tmp_path, monkeypatch
 
 def test_failures_stand_in_the_studys_description(tmp_path):
     file = write(tmp_path)
-    describe(read_study_file(file), tmp_path / "runs", checked(file, tmp_path), {"narrow": "killed by signal 9"})
+    describe(read_study_file(file), tmp_path / "runs", checked(file, tmp_path))
+    note_failures(tmp_path / "runs", {"narrow": "killed by signal 9"})
     described = json.loads((tmp_path / "runs" / "study.json").read_text())
     assert [v["failed"] for v in described["variants"]] == ["", "killed by signal 9"]
     assert [v["paper"] for v in described["variants"]] == ["base", "narrow"]

@@ -47,8 +47,8 @@ attempt = len((folder / "attempts").read_text().split())
 if "progress" in plan:
     (folder / "progress.json").write_text(plan["progress"])
 parent = os.getppid()
-if plan.get("stubborn"):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN if plan.get("stubborn") else signal.default_int_handler)
 try:
     while "until" in plan and not all((folder.parents[1] / name).exists() for name in plan["until"]):
         if os.getppid() != parent:
@@ -69,11 +69,12 @@ if attempt <= plan.get("failures", 0):
         os.kill(os.getpid(), plan["signal"])
     sys.exit(plan.get("status", 3))
 if plan.get("result", True):
+    scored = {"sentences": 8, "note": ""}
     result = {
         "study": given["--run.study"], "variant": variant, "seed": seed, "updates": 4, "parameters": 1000 + seed,
         "vocab_size": 300, "split": "valid", "nll": 1.0, "perplexity": plan.get("perplexity", 2.0 + seed),
-        "bleu": {"name": "sacreBLEU", "score": float(len(variant)), "signature": "tok:13a", "sentences": 8},
-        "compound_split_bleu": {"name": "split", "score": 50.0, "signature": "tok:moses", "sentences": 8},
+        "bleu": {"name": "sacreBLEU", "score": float(len(variant)), "signature": "tok:13a", **scored},
+        "compound_split_bleu": {"name": "split", "score": 50.0, "signature": "tok:moses", **scored},
         "beam_size": 4, "length_penalty": 0.6, "data": "d", "tokenizer": "t", "tgt_tokens": 9, "flops": 1e9,
         "hours": 0.1,
     }
