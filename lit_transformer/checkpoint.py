@@ -64,6 +64,20 @@ def load_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
     return checkpoint
 
 
+def _save(checkpoint: dict[str, Any], path: Path) -> None:
+    try:
+        with atomic_file(path) as file:
+            torch.save(checkpoint, file)
+    except RuntimeError as error:
+        # On a full disk torch fails once more while it closes the file, and hides the first failure.
+        cause: BaseException | None = error
+        while cause is not None:
+            cause = cause.__context__
+            if isinstance(cause, OSError):
+                raise OSError(cause.errno, cause.strerror, str(path)) from error
+        raise
+
+
 def load_weights(module: torch.nn.Module, checkpoint: dict[str, Any], path: str | Path) -> None:
     """Raises ValueError where the weights are those of another model."""
     try:
@@ -77,8 +91,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """Lightning's way to the disk: temporary file, fsync, rename; loading is `load_checkpoint`."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        with atomic_file(Path(path)) as file:
-            torch.save(checkpoint, file)
+        _save(checkpoint, Path(path))
 
     def load_checkpoint(
         self, path: Any, map_location: Callable | None = lambda storage, _: storage, weights_only: bool | None = None
@@ -128,6 +141,5 @@ def average_checkpoints(paths: Sequence[str | Path], out: str | Path) -> Path:
     for entry in ("hyper_parameters", "TranslationDataModule", "pytorch-lightning_version"):
         if entry in first:
             averaged[entry] = first[entry]
-    with atomic_file(Path(out)) as file:
-        torch.save(averaged, file)
+    _save(averaged, Path(out))
     return Path(out)

@@ -1,5 +1,6 @@
 """Checkpoints: whole or not at all, plain data only, bounded in number, averaged exactly."""
 
+import contextlib
 import os
 from fractions import Fraction
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 from conftest import make_module, train
 
+from lit_transformer import checkpoint as checkpoint_module
 from lit_transformer import store
 from lit_transformer.checkpoint import (
     AtomicCheckpointIO,
@@ -154,3 +156,36 @@ def test_a_checkpoint_holds_plain_data_and_the_tied_matrix_once(corpus, tmp_path
     shapes = [tuple(t.shape) for t in checkpoint["state_dict"].values()]
     assert shapes.count((300, 16)) == 1
     assert sum(t.numel() for t in checkpoint["state_dict"].values()) == make_module().model.num_parameters
+
+
+class Full:
+    """A file on a disk with little space left."""
+
+    def __init__(self, file, space):
+        self.file, self.space = file, space
+
+    def write(self, content):
+        self.space -= len(content)
+        if self.space < 0:
+            raise OSError(28, "No space left on device")
+        return self.file.write(content)
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
+def test_a_disk_that_fills_up_while_saving_is_named_as_such(three, monkeypatch):
+    before = three[0].read_bytes()
+    original = store.atomic_file
+
+    @contextlib.contextmanager
+    def small(path):
+        with original(path) as file:
+            yield Full(file, 500)
+
+    monkeypatch.setattr(checkpoint_module, "atomic_file", small)
+    with pytest.raises(OSError, match="No space left") as error:
+        AtomicCheckpointIO().save_checkpoint({"state_dict": {"w": torch.zeros(1000)}}, three[0])
+    assert error.value.filename == str(three[0])
+    assert three[0].read_bytes() == before
+    assert sorted(three[0].parent.iterdir()) == sorted(three)
