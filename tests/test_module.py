@@ -225,3 +225,18 @@ def test_a_compiled_model_trains_to_the_same_weights_and_loads_into_a_plain_one(
     for a, b, c in zip(plain.parameters(), compiled.parameters(), loaded.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
         assert torch.equal(b, c)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precise", [True, False])
+def test_all_pad_rows_beside_others_stay_finite_when_compiled(precise):
+    module = make_module()
+    module.model.compile(dynamic=True)
+    batch = collate(sentences(5, 3), sentences(4, 6), 12)
+    padded = batch._replace(**{k: F.pad(getattr(batch, k), (0, 0, 0, 1)) for k in ("src", "tgt_in", "tgt_out")})
+    with torch.autocast("cpu", torch.bfloat16, enabled=not precise):
+        alone, beside = (module(b.src, b.tgt_in)[:2].detach() for b in (batch, padded))
+        loss, grads = loss_and_gradient(module, padded, 12)
+    assert math.isfinite(loss)
+    assert all(torch.isfinite(grad).all() for grad in grads)
+    torch.testing.assert_close(alone, beside, atol=1e-6 if precise else 2e-2, rtol=0)
