@@ -88,11 +88,8 @@ def fit_command(args: Sequence[str]) -> int:
             say(f"{folder} is finished: {max_steps:,} updates, see {folder / 'result.json'}")
             return 0
         if not _get_rank():
-            departures = f"departs from the paper's base in: {', '.join(cli.departures())}"
-            say(
-                f"{cli.model.model.num_parameters:,} parameters; "
-                f"{departures if cli.departures() else 'the base model and training of the paper'}"
-            )
+            departures = ", ".join(cli.departures()) or "nothing"
+            say(f"{cli.model.model.num_parameters:,} parameters; departs from the paper's base in: {departures}")
         if reached < max_steps:
             if reached:
                 say(f"{folder}: going on after update {reached:,}")

@@ -134,7 +134,7 @@ class LitTransformer(pl.LightningModule):
         return self.model(src, tgt_in)
 
     def setup(self, stage: str) -> None:
-        """Lightning counts micro-batches between validations; we count updates."""
+        """Refuse text beyond learned positions; turn validate_every into micro-batches, which Lightning counts."""
         splits = {"fit": ("train", "valid"), "validate": ("valid",), "test": ("test",)}.get(stage, ())
         for split in splits:
             longest = max(int(self._data.sentences(split, side).lengths.max()) + 1 for side in ("src", "tgt"))
