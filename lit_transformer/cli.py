@@ -36,7 +36,7 @@ _NOT_THE_EXPERIMENT = {
     "data.valid",
     "data.test",
 }
-_SAME_TRAINER = {"trainer.precision", "trainer.gradient_clip_val"}
+_ALSO_THE_EXPERIMENT = {"trainer.precision", "trainer.gradient_clip_val", "run.average"}
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class RunConfig:
         study, variant: names under which results compare it.
         checkpoint_every: updates between checkpoints.
         keep_checkpoints: the newest so many stay.
+        average: score the average of the newest so many (section 6.1: 5 for base, 20 for big; Table 3: none).
         wandb: track in Weights & Biases too; "online" needs a key and is "offline" without one.
         wandb_project: its project there.
 
@@ -60,13 +61,18 @@ class RunConfig:
     variant: str = ""
     checkpoint_every: int = 1000
     keep_checkpoints: int = 5
+    average: int = 1
     wandb: Literal["none", "offline", "online"] = "none"
     wandb_project: str = "lit-transformer"
 
     def __post_init__(self) -> None:
-        for name in ("checkpoint_every", "keep_checkpoints"):
+        for name in ("checkpoint_every", "keep_checkpoints", "average"):
             if getattr(self, name) < 1:
                 raise ValueError(f"run.{name} = {getattr(self, name)}: must be at least 1")
+        if self.average > self.keep_checkpoints:
+            raise ValueError(
+                f"run.average = {self.average}: run.keep_checkpoints = {self.keep_checkpoints} keeps fewer; raise it"
+            )
 
 
 @dataclass(frozen=True)
@@ -203,7 +209,7 @@ class ExperimentCLI(LightningCLI):
         paper = self.parser.get_defaults()
         pairs = {name: (value, getattr(TransformerConfig(), name)) for name, value in asdict(self.model.config).items()}
         for group, names in (
-            ("model", ("label_smoothing", "warmup", "lr_factor")),
+            ("model", ("label_smoothing", "warmup", "warmup_start", "lr_factor")),
             ("data", ("vocab_size", "tokens_per_update")),
             ("trainer", ("max_steps", "gradient_clip_val")),
         ):
@@ -220,9 +226,10 @@ class ExperimentCLI(LightningCLI):
             with contextlib.suppress(ValueError, KeyError):  # a damaged result is refused where it is read
                 before = json.loads(result.read_text(encoding="utf-8"))["config"]
         if before:  # until there is a checkpoint, nothing is decided
-            old, new = _flat(before), _flat(self.plain)
+            # A key that the run's version did not have yet: it did what the default does.
+            old, new = _flat(defaults()) | _flat(before), _flat(self.plain)
             for key in sorted(old.keys() | new.keys()):
-                experiment = key in _SAME_TRAINER or key.split(".")[0] in ("model", "data", "seed_everything")
+                experiment = key in _ALSO_THE_EXPERIMENT or key.split(".")[0] in ("model", "data", "seed_everything")
                 if experiment and key not in _NOT_THE_EXPERIMENT and old.get(key) != new.get(key):
                     raise ValueError(
                         f"{self.folder} holds a run with {key} = {old.get(key)}, this command has {new.get(key)}: "
@@ -236,6 +243,11 @@ def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in config.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
+
+
+def defaults() -> dict[str, Any]:
+    """The configuration of a run without any key: the paper's base model."""
+    return resolve([])
 
 
 def resolve(args: Sequence[str]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from lit_transformer.cli import ExperimentCLI
 from lit_transformer.corpus import describe, prepare
 from lit_transformer.decode import BEAM_SIZE, LENGTH_PENALTY
 from lit_transformer.progress import say
-from lit_transformer.scoring import facts, print_scores, score, write_hypotheses, write_result
+from lit_transformer.scoring import facts, print_scores, score, write_outputs, write_result
 from lit_transformer.sources import read_lines
 from lit_transformer.store import Store, atomic_file, write_json
 from lit_transformer.tracking import loggers
@@ -101,9 +101,13 @@ def fit_command(args: Sequence[str]) -> int:
                 if trainer.interrupted:  # Lightning turns an interrupt into an exit of its own
                     raise KeyboardInterrupt from None
                 raise
-        found = score(cli, trainer, "valid", list_checkpoints(folder / "checkpoints")[-1][1])
+        scored = list_checkpoints(folder / "checkpoints")[-1][1]
+        if cli.run.average > 1:
+            scored = _average(folder, cli.run.average, write=trainer.is_global_zero)
+            trainer.strategy.barrier()
+        found = score(cli, trainer, "valid", scored)
         if trainer.is_global_zero:
-            write_result(cli, trainer, found, args)
+            write_result(cli, trainer, found, scored, args)
     return 0
 
 
@@ -179,7 +183,7 @@ def evaluate_command(split: str, args: Sequence[str]) -> int:
     found = score(cli, trainer, split, checkpoint, options.sentences)
     if trainer.is_global_zero:
         folder = Path(options.run)
-        write_hypotheses(folder / f"hypotheses.{name}.txt", found)
+        write_outputs(folder, cli, found, name)
         record = facts(cli, found, load_checkpoint(checkpoint))
         write_json(folder / f"{name}.json", {**record, "checkpoint": checkpoint.name, "sentences": len(found.decoded)})
         print_scores(found)
@@ -193,7 +197,7 @@ def _saved_config(run: str) -> list[str]:
     return ["--config", str(path)]
 
 
-def _average(run: Path, last: int, out: Path | None = None) -> Path:
+def _average(run: Path, last: int, out: Path | None = None, write: bool = True) -> Path:
     checkpoints = list_checkpoints(run / "checkpoints")[-last:]
     if last < 1:
         raise ValueError(f"{last} checkpoints to average: must be at least 1")
@@ -203,8 +207,9 @@ def _average(run: Path, last: int, out: Path | None = None) -> Path:
             "run.keep_checkpoints keeps"
         )
     out = out or run / "checkpoints" / f"average-{last}-step-{checkpoints[-1][0]:08d}.ckpt"
-    average_checkpoints([path for _, path in checkpoints], out)
-    say(f"averaged {', '.join(path.name for _, path in checkpoints)} into {out}")
+    if write:
+        average_checkpoints([path for _, path in checkpoints], out)
+        say(f"averaged {', '.join(path.name for _, path in checkpoints)} into {out}")
     return out
 
 

@@ -216,8 +216,8 @@ class TranslationDataModule(pl.LightningDataModule):
         trainer = self.trainer
         assert trainer is not None
         assert self.store is not None
-        batches = EvaluationBatches(self.store, split, self.max_tokens, trainer.global_rank, trainer.world_size)
-        return Loader(batches, len(batches), lambda: 0, 0)
+        self.evaluated = EvaluationBatches(self.store, split, self.max_tokens, trainer.global_rank, trainer.world_size)
+        return Loader(self.evaluated, len(self.evaluated), lambda: 0, 0)
 
     def val_dataloader(self) -> Loader:
         return self._evaluation("valid")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import numpy as np
@@ -26,9 +26,15 @@ class TrainingError(RuntimeError):
     """Training cannot go on; the message says why in words for a user."""
 
 
-def learning_rate(step: int, d_model: int, warmup: int, factor: float = 1.0) -> float:
-    """Equation 3 times a factor; `step` counts optimiser updates from 1."""
-    return factor * d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
+def learning_rate(step: int, d_model: int, warmup: int, factor: float = 1.0, start: str = "zero") -> float:
+    """Equation 3 times a factor; `step` counts optimiser updates from 1.
+
+    Args:
+        start: "zero", the paper's linear rise over `warmup` updates; "peak", the rate that it rises to from the
+            first update on: the same schedule without warmup.
+    """
+    rise = step / warmup if start == "zero" else 1.0
+    return factor * d_model**-0.5 * min(step**-0.5, rise * warmup**-0.5)
 
 
 def token_losses(logits: Tensor, targets: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
@@ -51,9 +57,20 @@ def token_losses(logits: Tensor, targets: Tensor, label_smoothing: float) -> tup
     return (1 - label_smoothing) * nll + label_smoothing * uniform, nll
 
 
+def sentence_nll(logits: Tensor, targets: Tensor) -> Tensor:
+    """Unsmoothed NLL of each sentence in nats: logits [B, T, V], targets [B, T] -> [B]."""
+    log_probs = F.log_softmax(logits.float(), dim=-1)
+    nll = -log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    return nll.masked_fill(targets == PAD_ID, 0.0).sum(-1)
+
+
 @dataclass(frozen=True)
 class Evaluation:
-    """What a validation or test found.  Scores and hypotheses are of the sentences with numbers in `decoded`."""
+    """What a validation or test found.
+
+    Scores, hypotheses and `finished` are of the sentences with numbers in `decoded`; `sentence_nll` is of every
+    sentence of the split, in nats and in its order, and empty during training.
+    """
 
     split: str
     step: int
@@ -61,8 +78,13 @@ class Evaluation:
     tokens: int
     decoded: list[int]
     hypotheses: list[str]
-    unfinished: int  # outputs cut at the length limit
+    finished: list[bool]  # False where the output was cut at the length limit
     scores: list[Score]
+    sentence_nll: list[float]
+
+    @property
+    def unfinished(self) -> int:
+        return self.finished.count(False)
 
     @property
     def perplexity(self) -> float:
@@ -75,6 +97,7 @@ class LitTransformer(pl.LightningModule):
     Args:
         label_smoothing: eps_ls; touches the training loss alone.
         warmup: updates of rising learning rate (section 5.3: 4,000); 1 is no warmup.
+        warmup_start: "zero" rises to the peak as in the paper, "peak" begins there: no warmup, all else alike.
         lr_factor: multiplies the paper's learning rate.
         validate_every: updates between validations (perplexity over all of the validation split).
         bleu_every: every how many of these validations sentences are decoded for BLEU; 0 is never.
@@ -91,6 +114,7 @@ class LitTransformer(pl.LightningModule):
         self,
         label_smoothing: float = 0.1,
         warmup: int = 4000,
+        warmup_start: Literal["zero", "peak"] = "zero",
         lr_factor: float = 1.0,
         validate_every: int = 1000,
         bleu_every: int = 5,
@@ -102,6 +126,8 @@ class LitTransformer(pl.LightningModule):
         super().__init__()
         if not 0.0 <= label_smoothing < 1.0:
             raise ValueError(f"label_smoothing = {label_smoothing}: must be at least 0 and less than 1")
+        if warmup_start not in ("zero", "peak"):
+            raise ValueError(f"warmup_start = {warmup_start!r}: must be 'zero' or 'peak'")
         if not 0 < lr_factor < math.inf:
             raise ValueError(f"lr_factor = {lr_factor}: must be a number above 0")
         for name, value, least in (
@@ -115,16 +141,24 @@ class LitTransformer(pl.LightningModule):
         self.config = TransformerConfig(**transformer)
         # Plain values, and only what a loaded model needs: a checkpoint must not override how it is evaluated.
         self.save_hyperparameters(
-            {"label_smoothing": label_smoothing, "warmup": warmup, "lr_factor": lr_factor, "seed": seed}
+            {
+                "label_smoothing": label_smoothing,
+                "warmup": warmup,
+                "warmup_start": warmup_start,
+                "lr_factor": lr_factor,
+                "seed": seed,
+            }
             | asdict(self.config)
         )
-        self.label_smoothing, self.warmup, self.lr_factor, self.seed = label_smoothing, warmup, lr_factor, seed
+        self.label_smoothing, self.seed = label_smoothing, seed
+        self.warmup, self.warmup_start, self.lr_factor = warmup, warmup_start, lr_factor
         self.validate_every, self.bleu_every, self.bleu_sentences = validate_every, bleu_every, bleu_sentences
         self.compile_model = compile
         self.beam_size, self.length_penalty = BEAM_SIZE, LENGTH_PENALTY
         self.model = Transformer(self.config)
         self.loss_mean, self.nll_mean, self.evaluation_nll = TokenNLL(), TokenNLL(), TokenNLL()
         self.evaluation: Evaluation | None = None  # the latest one
+        self._sentence_nll: dict[int, float] = {}  # of the evaluation under way, this rank's share
         self.latest: dict[str, float] = {}  # the latest value of everything logged
         self.training_seconds = 0.0  # over all sessions of this run, validations included
         self._window_tokens, self._window_start = 0, time.monotonic()
@@ -186,7 +220,7 @@ class LitTransformer(pl.LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Set the rate, log, and stop before a non-finite update reaches the weights."""
         step = self.trainer.global_step + 1
-        rate = learning_rate(step, self.config.d_model, self.warmup, self.lr_factor)
+        rate = learning_rate(step, self.config.d_model, self.warmup, self.lr_factor, self.warmup_start)
         for group in optimizer.param_groups:
             group["lr"] = rate
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
@@ -251,8 +285,10 @@ class LitTransformer(pl.LightningModule):
     # Evaluation
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        _, nll = token_losses(self.model(batch.src, batch.tgt_in), batch.tgt_out, 0.0)
-        self.evaluation_nll.update(nll, (batch.tgt_out != PAD_ID).sum())
+        nll = sentence_nll(self.model(batch.src, batch.tgt_in), batch.tgt_out)
+        self.evaluation_nll.update(nll.double().sum(), (batch.tgt_out != PAD_ID).sum())
+        if self.trainer.state.fn != "fit":
+            self._sentence_nll.update(zip(self._data.evaluated.batches[batch_idx].tolist(), nll.tolist(), strict=False))
 
     test_step = validation_step
 
@@ -291,13 +327,16 @@ class LitTransformer(pl.LightningModule):
             report=reporter(f"decoding {split}", len(chosen[rank::world])) if rank == 0 else lambda done: None,
         )
         mine = [(one_line(self._data.tokenizer.decode(best[0].ids)), best[0].finished) for best in outputs]
-        parts: list[Any] = [mine]
+        parts: list[Any] = [(mine, self._sentence_nll)]
         if world > 1:
             parts = [None] * world
-            torch.distributed.all_gather_object(parts, mine)
+            torch.distributed.all_gather_object(parts, (mine, self._sentence_nll))
+        self._sentence_nll = {}
         found: list[tuple[str, bool]] = [("", True)] * len(chosen)
-        for r, part in enumerate(parts):
-            found[r::world] = part
+        each: dict[int, float] = {}
+        for r, (decoded, nlls) in enumerate(parts):
+            found[r::world] = decoded
+            each |= nlls
         hypotheses, wanted = [text for text, _ in found], [references[i] for i in chosen]
         scores = []
         if chosen:
@@ -306,6 +345,6 @@ class LitTransformer(pl.LightningModule):
                 compound_split_bleu(hypotheses, wanted, self._data.corpus.tgt_lang, decoded=True),
                 corpus_chrf(hypotheses, wanted, decoded=True),
             ]
-        unfinished = sum(not finished for _, finished in found)
-        step = self.trainer.global_step
-        self.evaluation = Evaluation(split, step, nll, tokens, chosen, hypotheses, unfinished, scores)
+        step, finished = self.trainer.global_step, [ended for _, ended in found]
+        sentences_nll = [each[i] for i in sorted(each)]
+        self.evaluation = Evaluation(split, step, nll, tokens, chosen, hypotheses, finished, scores, sentences_nll)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import subprocess
 import sys
@@ -73,15 +74,16 @@ def facts(cli: ExperimentCLI, found: Evaluation, checkpoint: dict[str, Any]) -> 
     }
 
 
-def write_result(cli: ExperimentCLI, trainer: pl.Trainer, found: Evaluation, args: Sequence[str]) -> None:
+def write_result(cli: ExperimentCLI, trainer: pl.Trainer, found: Evaluation, scored: Path, args: Sequence[str]) -> None:
+    """result.json of a finished training, and what its sentences came out as; `args` as given to `fit`."""
     step, path = list_checkpoints(cli.folder / "checkpoints")[-1]
-    checkpoint = load_checkpoint(path)
+    last, checkpoint = load_checkpoint(path), load_checkpoint(scored)
     cli.datamodule.setup("fit")
     plan = cli.datamodule.plan
     uses = plan.uses(step)
     flops = cli.model.config.forward_flops(plan.src_lengths, plan.tgt_lengths)
     device = torch.cuda.get_device_name() if trainer.strategy.root_device.type == "cuda" else "CPU"
-    write_hypotheses(cli.folder / "hypotheses.valid.txt", found)
+    write_outputs(cli.folder, cli, found, "valid")
     write_json(
         cli.folder / "result.json",
         {
@@ -90,7 +92,8 @@ def write_result(cli: ExperimentCLI, trainer: pl.Trainer, found: Evaluation, arg
             "tgt_tokens": int((uses * plan.tgt_lengths).sum()),
             "epochs": step / plan.updates_per_epoch,
             "flops": float(3 * (uses * flops).sum()),  # backward costs twice a forward pass
-            "hours": checkpoint["training_seconds"] / 3600,
+            "hours": last["training_seconds"] / 3600,
+            "max_length": cli.datamodule.corpus.max_length,
             "device": device,
             "processes": trainer.world_size,
             "command": ["fit", *args],
@@ -100,8 +103,29 @@ def write_result(cli: ExperimentCLI, trainer: pl.Trainer, found: Evaluation, arg
     print_scores(found)
 
 
-def write_hypotheses(path: Path, found: Evaluation) -> None:
-    write_atomic(path, "".join(f"{line}\n" for line in found.hypotheses).encode())
+def write_outputs(folder: Path, cli: ExperimentCLI, found: Evaluation, name: str) -> None:
+    """hypotheses.NAME.txt for other tools, and sentences.NAME.jsonl: all that comparisons of two runs need."""
+    write_atomic(folder / f"hypotheses.{name}.txt", "".join(f"{line}\n" for line in found.hypotheses).encode())
+    store = cli.datamodule.store
+    assert store is not None
+    sources, references = store.text(found.split, "src"), store.text(found.split, "tgt")
+    lengths = [store.sentences(found.split, side).lengths + 1 for side in ("src", "tgt")]  # end of sentence included
+    lines = [
+        json.dumps(
+            {
+                "source": sources[i],
+                "reference": references[i],
+                "hypothesis": hypothesis,
+                "finished": finished,
+                "nll": found.sentence_nll[i],
+                "src_tokens": int(lengths[0][i]),
+                "tgt_tokens": int(lengths[1][i]),
+            }
+        )
+        for i, hypothesis, finished in zip(found.decoded, found.hypotheses, found.finished, strict=True)
+    ]
+    # ASCII, so one line a sentence for whoever splits at any Unicode line break too.
+    write_atomic(folder / f"sentences.{name}.jsonl", "".join(f"{line}\n" for line in lines).encode())
 
 
 def print_scores(found: Evaluation) -> None:

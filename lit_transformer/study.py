@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
-from lit_transformer.cli import resolve
+from lit_transformer.cli import defaults, resolve
 from lit_transformer.results import read_paper
 from lit_transformer.store import write_json
 
 _OURS = ("run.dir", "run.study", "run.variant", "seed_everything")  # keys that follow from the study itself
+_WIDTHS = ("d_model", "d_ff", "d_k", "d_v")  # what a study's width factor scales
+_KEPT = ("num_layers", "num_heads", "dropout", "label_smoothing", "position", "norm", "scale_attention")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -28,11 +30,13 @@ class Variant:
         name: of its folder and its row.
         set: what it changes: fields of the model, or full keys such as trainer.max_steps.
         paper: the row of results/paper_table3.csv it stands for; its own name where that is one.
+        trained_by: another variant that trains what this one only scores in its own way.
     """
 
     name: str
     set: dict[str, Any] = field(default_factory=dict)
     paper: str = ""
+    trained_by: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,8 @@ class Study:
         name: of the folder under runs/ and of the files in results/.
         config: configuration files, relative to the study's file, the last wins.
         variants: rows of the table in its order; differences are to the first.
+        rows: a study's file whose variants these are, in place of `variants`.
+        width: what multiplies d_model, d_ff, d_k and d_v in the rows; trainer.max_steps keeps its proportion to base.
         seeds: each variant runs with each of them.
         metric: what a trial's value in Optuna is.
         set: what all variants change in the base configuration.
@@ -51,7 +57,9 @@ class Study:
 
     name: str
     config: list[str]
-    variants: list[Variant]
+    variants: list[Variant] = field(default_factory=list)
+    rows: str = ""
+    width: float = 1.0
     seeds: list[int] = field(default_factory=lambda: [1])
     metric: Literal["bleu", "perplexity"] = "bleu"
     set: dict[str, Any] = field(default_factory=dict)
@@ -85,6 +93,10 @@ def read_study_file(path: Path) -> Study:
         study: Study = Study(**vars(parser.instantiate(parser.parse_path(str(path)))))
     except (ArgumentError, TypeError, OSError) as error:
         raise ValueError(f"{path}: {error}") from error
+    if study.rows:
+        study = replace(study, variants=_scaled_rows(study, path))
+    elif study.width != 1.0:
+        raise ValueError(f"{path}: width = {study.width} scales the variants of `rows`: name their study's file there")
     names = [variant.name for variant in study.variants]
     for name in [study.name, *names]:
         if not _SAFE_NAME.fullmatch(name):
@@ -96,6 +108,11 @@ def read_study_file(path: Path) -> Study:
             raise ValueError(f"{path}: {variant.name} sets {', '.join(sorted(taken))}, which the study sets itself")
     rows = read_paper(Path("results"))
     for variant in study.variants:
+        if variant.trained_by and variant.trained_by not in {v.name for v in study.variants if not v.trained_by}:
+            raise ValueError(
+                f"{path}, variant {variant.name}: trained_by = {variant.trained_by!r} must name a variant of this "
+                "study that trains itself"
+            )
         if rows and variant.paper and variant.paper not in rows:
             raise ValueError(
                 f"{path}, variant {variant.name}: paper = {variant.paper!r} is no row of the paper's table; "
@@ -107,6 +124,53 @@ def read_study_file(path: Path) -> Study:
         if len(set(values)) != len(values) or not values:
             raise ValueError(f"{path}: each {what} must stand there once, and at least one; given: {values}")
     return study
+
+
+def _scaled_rows(study: Study, path: Path) -> list[Variant]:
+    """The variants of another study at this study's size."""
+    if study.variants:
+        raise ValueError(f"{path}: `rows` takes the variants of {study.rows}: leave `variants` out")
+    file = path.parent / study.rows
+    theirs = read_study_file(file)
+    ours_base, theirs_base = (_base(s, f) for s, f in ((study, path), (theirs, file)))
+    for key in (*_WIDTHS, *_KEPT):
+        expected = theirs_base["model"][key]
+        if key in _WIDTHS:
+            expected = _scaled(path, key, expected, study.width)
+        if ours_base["model"][key] != expected:
+            raise ValueError(
+                f"{path}: the rows of {file} at width {study.width} need a base of model.{key} = {expected}, "
+                f"the configuration has {ours_base['model'][key]}: set it under `set`, or change width"
+            )
+    steps = ours_base["trainer"]["max_steps"] / theirs_base["trainer"]["max_steps"]
+    variants = []
+    for row in theirs.variants:
+        fields = dict(row.set)
+        for key, value in row.set.items():
+            if key.removeprefix("model.") in _WIDTHS:
+                fields[key] = _scaled(path, f"{row.name}: {key}", value, study.width)
+            elif key == "trainer.max_steps":
+                fields[key] = max(1, round(value * steps))
+        variants.append(replace(row, set=fields))
+    return variants
+
+
+def _base(study: Study, file: Path) -> dict[str, Any]:
+    bare = replace(study, launcher=[], variants=[Variant("base")], rows="")
+    try:
+        resolved = resolve(fit_arguments(bare, file, Cell(bare.variants[0], 0), Path("runs")))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    for key in ("d_k", "d_v"):
+        resolved["model"][key] = resolved["model"][key] or resolved["model"]["d_model"] / resolved["model"]["num_heads"]
+    return resolved
+
+
+def _scaled(path: Path, key: str, value: Any, width: float) -> int:
+    scaled = value * width
+    if scaled != round(scaled) or scaled < 1:
+        raise ValueError(f"{path}: width {width} makes {key} = {value} into {scaled}: must be a whole number above 0")
+    return round(scaled)
 
 
 def fit_arguments(study: Study, file: Path, cell: Cell, folder: Path) -> list[str]:
@@ -156,14 +220,23 @@ def check(study: Study, file: Path, folder: Path) -> dict[str, dict[str, Any]]:
 
 def refuse_changes(file: Path, folder: Path, resolved: dict[str, Any], names: set[str]) -> None:
     """Raises ValueError where one of these cells, done or under way, was begun with another configuration."""
-    before = _resolved_before(folder)
+    before, given = _resolved_before(folder), defaults()
     for name in sorted(before.keys() & names):
-        old, new = (config | {"run": config["run"] | {"dir": ""}} for config in (before[name], resolved[name]))
+        # The folder may have moved, and a key may be younger than the run: it did what the default does.
+        old, new = (
+            {part: _over(value, config.get(part)) for part, value in given.items()}
+            | {"run": _over(given["run"], config["run"]) | {"dir": ""}}
+            for config in (before[name], resolved[name])
+        )
         if old != new:
             raise ValueError(
                 f"{file}: {name} has a result or is being trained, but {_first_difference(old, new)}: "
                 "undo the change, or give the study another name"
             )
+
+
+def _over(default: Any, value: Any) -> Any:
+    return default | value if isinstance(default, dict) and isinstance(value, dict) else value
 
 
 def _resolved_before(folder: Path) -> dict[str, dict[str, Any]]:

@@ -7,7 +7,7 @@ V vocabulary, W beam.  Sections and equations are those of arXiv 1706.03762.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -31,8 +31,11 @@ class TransformerConfig:
         d_k: width of one head's queries and keys; d_model / num_heads when not given.
         d_v: width of one head's values, independent of d_k; d_model / num_heads when not given.
         dropout: P_drop, on every sub-layer's output and on the sums of embeddings and positions.
-        position: "sinusoidal" (section 3.5) or "learned" (row E), one table for each stack.
+        position: "sinusoidal" (section 3.5), "learned" (row E), one table for each stack, or "none".
         max_positions: rows of each learned table, 1,024 when not given; only with "learned".
+        norm: "post", the paper's LayerNorm after each addition, or "pre", before each sub-layer and once more
+            behind each stack.
+        scale_attention: divide dot products by sqrt(d_k), as section 3.2.1 argues for.
 
     Raises:
         ValueError: names the field, its value and the rule it breaks.
@@ -46,8 +49,10 @@ class TransformerConfig:
     d_k: int | None = None
     d_v: int | None = None
     dropout: float = 0.1
-    position: Literal["sinusoidal", "learned"] = "sinusoidal"
+    position: Literal["sinusoidal", "learned", "none"] = "sinusoidal"
     max_positions: int | None = None
+    norm: Literal["post", "pre"] = "post"
+    scale_attention: bool = True
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "num_layers", "d_model", "d_ff", "num_heads"):
@@ -64,16 +69,20 @@ class TransformerConfig:
             self._require_positive(name)
         if isinstance(self.dropout, (bool, str)) or not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout = {self.dropout!r}: must be a number of at least 0 and less than 1")
-        if self.position not in ("sinusoidal", "learned"):
-            raise ValueError(f"position = {self.position!r}: must be 'sinusoidal' or 'learned'")
-        if self.position == "sinusoidal":
+        if self.position not in ("sinusoidal", "learned", "none"):
+            raise ValueError(f"position = {self.position!r}: must be 'sinusoidal', 'learned' or 'none'")
+        if self.norm not in ("post", "pre"):
+            raise ValueError(f"norm = {self.norm!r}: must be 'post' or 'pre'")
+        if not isinstance(self.scale_attention, bool):
+            raise ValueError(f"scale_attention = {self.scale_attention!r}: must be true or false")
+        if self.position == "sinusoidal" and self.d_model % 2:
+            raise ValueError(f"d_model = {self.d_model}: sinusoidal positions pair a sine with a cosine, so even")
+        if self.position != "learned":
             if self.max_positions is not None:
                 raise ValueError(
                     f"max_positions = {self.max_positions}: only position = 'learned' has a table; "
-                    "sinusoidal positions have no limit, leave it out"
+                    f"{self.position} positions have no limit, leave it out"
                 )
-            if self.d_model % 2:
-                raise ValueError(f"d_model = {self.d_model}: sinusoidal positions pair a sine with a cosine, so even")
         elif self.max_positions is None:
             object.__setattr__(self, "max_positions", 1024)
         else:
@@ -118,10 +127,9 @@ def sinusoidal_positions(length: int, d_model: int) -> Tensor:
 class MultiHeadAttention(nn.Module):
     """MultiHead(Q, K, V) of section 3.2.2; the equations give its projections no bias."""
 
-    def __init__(self, d_model: int, num_heads: int, d_k: int, d_v: int) -> None:
+    def __init__(self, d_model: int, num_heads: int, d_k: int, d_v: int, scale: float) -> None:
         super().__init__()
-        self.num_heads = num_heads
-        self.scale = 1 / math.sqrt(d_k)
+        self.num_heads, self.scale = num_heads, scale
         self.w_q = nn.Linear(d_model, num_heads * d_k, bias=False)
         self.w_k = nn.Linear(d_model, num_heads * d_k, bias=False)
         self.w_v = nn.Linear(d_model, num_heads * d_v, bias=False)
@@ -153,15 +161,18 @@ class FeedForward(nn.Sequential):
 
 
 class Residual(nn.Module):
-    """LayerNorm(x + Dropout(Sublayer(x))), sections 3.1 and 5.4."""
+    """LayerNorm(x + Dropout(Sublayer(x))), sections 3.1 and 5.4; pre-norm x + Dropout(Sublayer(LayerNorm(x)))."""
 
-    def __init__(self, d_model: int, dropout: float) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(d_model)
-        self.dropout = nn.Dropout(dropout)
+        self.norm = nn.LayerNorm(config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.pre = config.norm == "pre"
 
-    def forward(self, x: Tensor, sublayer: Tensor) -> Tensor:
-        return self.norm(x + self.dropout(sublayer))
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        if self.pre:
+            return x + self.dropout(sublayer(self.norm(x)))
+        return self.norm(x + self.dropout(sublayer(x)))
 
 
 class EncoderLayer(nn.Module):
@@ -169,11 +180,11 @@ class EncoderLayer(nn.Module):
         super().__init__()
         self.self_attention = _attention(config)
         self.feed_forward = FeedForward(config.d_model, config.d_ff)
-        self.residuals = nn.ModuleList(Residual(config.d_model, config.dropout) for _ in range(2))
+        self.residuals = nn.ModuleList(Residual(config) for _ in range(2))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        x = self.residuals[0](x, self.self_attention(x, x, mask))
-        return self.residuals[1](x, self.feed_forward(x))
+        x = self.residuals[0](x, lambda q: self.self_attention(q, q, mask))
+        return self.residuals[1](x, self.feed_forward)
 
 
 class DecoderLayer(nn.Module):
@@ -182,29 +193,35 @@ class DecoderLayer(nn.Module):
         self.self_attention = _attention(config)
         self.cross_attention = _attention(config)
         self.feed_forward = FeedForward(config.d_model, config.d_ff)
-        self.residuals = nn.ModuleList(Residual(config.d_model, config.dropout) for _ in range(3))
+        self.residuals = nn.ModuleList(Residual(config) for _ in range(3))
 
     def forward(self, x: Tensor, memory: Tensor, memory_mask: Tensor) -> Tensor:
         # Padding stands on the right, so the causal mask alone keeps it out of every real position.
-        x = self.residuals[0](x, self.self_attention(x, x, None, causal=True))
-        x = self.residuals[1](x, self.cross_attention(x, memory, memory_mask))
-        return self.residuals[2](x, self.feed_forward(x))
+        x = self.residuals[0](x, lambda q: self.self_attention(q, q, None, causal=True))
+        x = self.residuals[1](x, lambda q: self.cross_attention(q, memory, memory_mask))
+        return self.residuals[2](x, self.feed_forward)
 
     def step(self, x: Tensor, cache: LayerCache, memory_mask: Tensor) -> Tensor:
         """One position of W beams of B sentences: x [B*W, 1, D] -> the same."""
-        keys, values = cache.append(*self.self_attention.keys_values(x))
-        x = self.residuals[0](x, self.self_attention.attend(x, keys, values, None))
-        # All beams of a sentence share its memory, so they are its W queries: no copy of keys for each beam.
-        sentences = len(cache.cross_keys)
-        queries = x.view(sentences, -1, x.size(-1))
-        crossed = self.cross_attention.attend(queries, cache.cross_keys, cache.cross_values, memory_mask)
-        x = self.residuals[1](x, crossed.view_as(x))
-        return self.residuals[2](x, self.feed_forward(x))
+
+        def attend(q: Tensor) -> Tensor:
+            keys, values = cache.append(*self.self_attention.keys_values(q))
+            return self.self_attention.attend(q, keys, values, None)
+
+        def cross(q: Tensor) -> Tensor:
+            # All beams of a sentence share its memory, so they are its W queries: no copy of keys for each beam.
+            queries = q.view(len(cache.cross_keys), -1, q.size(-1))
+            return self.cross_attention.attend(queries, cache.cross_keys, cache.cross_values, memory_mask).view_as(q)
+
+        x = self.residuals[0](x, attend)
+        x = self.residuals[1](x, cross)
+        return self.residuals[2](x, self.feed_forward)
 
 
 def _attention(config: TransformerConfig) -> MultiHeadAttention:
     assert config.d_k is not None and config.d_v is not None
-    return MultiHeadAttention(config.d_model, config.num_heads, config.d_k, config.d_v)
+    scale = 1 / math.sqrt(config.d_k) if config.scale_attention else 1.0
+    return MultiHeadAttention(config.d_model, config.num_heads, config.d_k, config.d_v, scale)
 
 
 @dataclass
@@ -247,7 +264,7 @@ class DecoderState:
 
 
 class Transformer(nn.Module):
-    """The paper's model (Figure 1): post-norm, one matrix for both embeddings and the output.
+    """The paper's model (Figure 1), one matrix for both embeddings and the output.
 
     Masks follow from the token ids: padding stands on the right and is never attended to.
     """
@@ -263,6 +280,10 @@ class Transformer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.encoder = nn.ModuleList(EncoderLayer(config) for _ in range(config.num_layers))
         self.decoder = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        # Pre-norm leaves a stack's sum unnormalised; the paper's post-norm does not.
+        self.encoder_norm, self.decoder_norm = (
+            nn.LayerNorm(config.d_model) if config.norm == "pre" else nn.Identity() for _ in range(2)
+        )
         # Not a buffer: it follows from the configuration, so neither checkpoints nor ranks exchange it.
         self._sinusoids = torch.empty(0)
         self.reset_parameters()
@@ -300,10 +321,11 @@ class Transformer(nn.Module):
                     f"a sentence of {end} tokens is longer than the learned table of max_positions = "
                     f"{self.config.max_positions}: raise max_positions, drop such sentences or use sinusoidal positions"
                 )
-            positions = getattr(self, learned)[start:end]
-        else:
-            positions = self._sinusoid_table(end, tokens.device)[start:end]
         scaled = self.embedding(tokens) * math.sqrt(self.config.d_model)
+        if self.config.position == "none":
+            return self.dropout(scaled)
+        table = self._sinusoid_table(end, tokens.device) if self.config.position == "sinusoidal" else None
+        positions = (getattr(self, learned) if table is None else table)[start:end]
         return self.dropout(scaled + positions.to(scaled.dtype))
 
     def _sinusoid_table(self, length: int, device: torch.device) -> Tensor:
@@ -322,14 +344,14 @@ class Transformer(nn.Module):
         x = self._embed(src, "src_positions")
         for layer in self.encoder:
             x = layer(x, mask)
-        return x
+        return self.encoder_norm(x)
 
     def decode(self, tgt_in: Tensor, memory: Tensor, memory_mask: Tensor) -> Tensor:
         """Teacher forcing: target ids [B, T], memory [B, S, D], mask [B, 1, 1, S] -> logits [B, T, V]."""
         x = self._embed(tgt_in, "tgt_positions")
         for layer in self.decoder:
             x = layer(x, memory, memory_mask)
-        return self._project(x)
+        return self._project(self.decoder_norm(x))
 
     def _project(self, x: Tensor) -> Tensor:
         return F.linear(x, self.embedding.weight)
@@ -353,4 +375,4 @@ class Transformer(nn.Module):
         for layer, cache in zip(self._decoder_layers(), state.layers, strict=True):
             x = layer.step(x, cache, state.memory_mask)
         state.length += 1
-        return self._project(x).view(*tokens.shape, -1)
+        return self._project(self.decoder_norm(x)).view(*tokens.shape, -1)
