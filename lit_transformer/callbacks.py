@@ -74,6 +74,8 @@ class Progress(pl.Callback):
         scores = "".join(f", {score.name} {score.score:.2f}" for score in found.scores[:1])
         scores += f" on {len(found.decoded)} sentences" if scores else ""
         say(f"validation at update {found.step}: perplexity {found.perplexity:.2f}{scores}")
+        for logger in trainer.loggers:
+            logger.save()  # a sweep reads it there
 
     def _show(self, trainer: pl.Trainer, pl_module: pl.LightningModule, left: float) -> None:
         assert isinstance(pl_module, LitTransformer)

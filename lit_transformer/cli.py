@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -226,11 +227,9 @@ class ExperimentCLI(LightningCLI):
             with contextlib.suppress(ValueError, KeyError):  # a damaged result is refused where it is read
                 before = json.loads(result.read_text(encoding="utf-8"))["config"]
         if before:  # until there is a checkpoint, nothing is decided
-            # A key that the run's version did not have yet: it did what the default does.
-            old, new = _flat(defaults()) | _flat(before), _flat(self.plain)
+            old, new = experiment(before), experiment(self.plain)
             for key in sorted(old.keys() | new.keys()):
-                experiment = key in _ALSO_THE_EXPERIMENT or key.split(".")[0] in ("model", "data", "seed_everything")
-                if experiment and key not in _NOT_THE_EXPERIMENT and old.get(key) != new.get(key):
+                if old.get(key) != new.get(key):
                     raise ValueError(
                         f"{self.folder} holds a run with {key} = {old.get(key)}, this command has {new.get(key)}: "
                         "another experiment needs another --run.dir"
@@ -245,9 +244,23 @@ def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def defaults() -> dict[str, Any]:
-    """The configuration of a run without any key: the paper's base model."""
-    return resolve([])
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    return _flat(resolve([]))
+
+
+def experiment(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a resolved configuration that make it the experiment it is, with their values.
+
+    Where it was resolved by a version that did not have some key yet, the run did what the default does.
+    """
+    flat = _defaults() | _flat(config)
+    return {
+        key: value
+        for key, value in flat.items()
+        if key not in _NOT_THE_EXPERIMENT
+        and (key in _ALSO_THE_EXPERIMENT or key.split(".")[0] in ("model", "data", "seed_everything"))
+    }
 
 
 def resolve(args: Sequence[str]) -> dict[str, Any]:

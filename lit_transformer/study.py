@@ -1,20 +1,18 @@
-"""What a study is: a file that names a base configuration, the variants of it, and seeds; checked before it runs."""
+"""What a study is: a file that names a base configuration, the variants of it, and seeds."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
-from lit_transformer.cli import defaults, resolve
+from lit_transformer.cli import resolve
 from lit_transformer.results import read_paper
-from lit_transformer.store import write_json
 
 _OURS = ("run.dir", "run.study", "run.variant", "seed_everything")  # keys that follow from the study itself
 _WIDTHS = ("d_model", "d_ff", "d_k", "d_v")  # what a study's width factor scales
@@ -40,11 +38,68 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class Range:
+    """Values that a search may give a key: from low to high, both included, or one of the choices.
+
+    Args:
+        low, high: whole numbers where the key takes whole numbers.
+        log: draw evenly on a logarithmic scale.
+        choices: in place of low and high.
+
+    Raises:
+        ValueError: neither or both kinds, or an empty range.
+    """
+
+    low: int | float | None = None
+    high: int | float | None = None
+    log: bool = False
+    choices: list[str | int | float | bool] | None = None
+
+    def __post_init__(self) -> None:
+        if self.choices is not None:
+            if self.low is not None or self.high is not None or self.log or not self.choices:
+                raise ValueError(f"choices = {self.choices}: at least one, and no low, high or log beside them")
+        elif self.low is None or self.high is None or not self.low < self.high or (self.log and self.low <= 0):
+            raise ValueError(
+                f"low = {self.low}, high = {self.high}: both are needed (or choices), low below high, above 0 with log"
+            )
+
+    @property
+    def ends(self) -> list[Any]:
+        return list(self.choices) if self.choices is not None else [self.low, self.high]
+
+
+@dataclass(frozen=True)
+class Search:
+    """Look for good values instead of comparing given ones: TPE proposes, the median of earlier trials prunes.
+
+    Args:
+        trials: to run in all, pruned ones included.
+        space: what each key may be.
+        startup: trials before TPE and the pruner begin.
+        prune_after: updates before which no trial is pruned.
+    """
+
+    trials: int
+    space: dict[str, Range]
+    startup: int = 5
+    prune_after: int = 0
+
+    def __post_init__(self) -> None:
+        if self.trials < 1 or self.startup < 1 or self.prune_after < 0 or not self.space:
+            raise ValueError(
+                f"trials = {self.trials}, startup = {self.startup}, prune_after = {self.prune_after}, space of "
+                f"{len(self.space)} keys: at least 1, 1, 0 and 1 are needed"
+            )
+
+
+@dataclass(frozen=True)
 class Study:
     """One question: a base configuration and what each variant changes in it.
 
     Args:
         name: of the folder under runs/ and of the files in results/.
+        question: that the study asks, for its report.
         config: configuration files, relative to the study's file, the last wins.
         variants: rows of the table in its order; differences are to the first.
         rows: a study's file whose variants these are, in place of `variants`.
@@ -52,6 +107,8 @@ class Study:
         seeds: each variant runs with each of them.
         metric: what a trial's value in Optuna is.
         set: what all variants change in the base configuration.
+        search: trials to look for good values, in place of variants.
+        by_length: show results on sentences longer than those trained on.
         launcher: what starts a trial in place of this Python, such as [torchrun, --nproc_per_node, "2"].
     """
 
@@ -60,13 +117,16 @@ class Study:
     variants: list[Variant] = field(default_factory=list)
     rows: str = ""
     width: float = 1.0
+    question: str = ""
     seeds: list[int] = field(default_factory=lambda: [1])
     metric: Literal["bleu", "perplexity"] = "bleu"
     set: dict[str, Any] = field(default_factory=dict)
+    search: Search | None = None
+    by_length: bool = False
     launcher: list[str] = field(default_factory=list)
 
     def cells(self) -> list[Cell]:
-        """All runs, the first seed of every variant before the second of any."""
+        """All runs, the first seed of every variant before the second of any; a search's are made as it goes."""
         return [Cell(variant, seed) for seed in self.seeds for variant in self.variants]
 
 
@@ -103,7 +163,8 @@ def read_study_file(path: Path) -> Study:
             raise ValueError(f"{path}: name {name!r} becomes a folder: letters, digits, dots, dashes, underscores only")
     if study.name == "paper_table3" or {"study.json", "optuna.db"} & set(names):
         raise ValueError(f"{path}: paper_table3, study.json and optuna.db are names of other files: choose another")
-    for variant in [Variant("all variants", study.set), *study.variants]:
+    searched = Variant("search.space", dict(study.search.space) if study.search else {})
+    for variant in [Variant("all variants", study.set), *study.variants, searched]:
         if taken := set(_OURS) & variant.set.keys():
             raise ValueError(f"{path}: {variant.name} sets {', '.join(sorted(taken))}, which the study sets itself")
     rows = read_paper(Path("results"))
@@ -120,8 +181,12 @@ def read_study_file(path: Path) -> Study:
             )
     if any(seed < 0 for seed in study.seeds):
         raise ValueError(f"{path}: seeds are {study.seeds}: must be whole numbers of at least 0")
+    if study.search and (study.variants or study.rows or len(study.seeds) > 1):
+        raise ValueError(
+            f"{path}: `search` makes its own variants, with one seed: leave out variants, rows, more seeds"
+        )
     for what, values in (("variant", names), ("seed", study.seeds)):
-        if len(set(values)) != len(values) or not values:
+        if len(set(values)) != len(values) or not (values or study.search):
             raise ValueError(f"{path}: each {what} must stand there once, and at least one; given: {values}")
     return study
 
@@ -188,90 +253,3 @@ def fit_arguments(study: Study, file: Path, cell: Cell, folder: Path) -> list[st
         arguments += [f"--{key if '.' in key else f'model.{key}'}", text]
     arguments += ["--seed_everything", str(cell.seed), "--run.dir", str(folder / str(cell))]
     return [*arguments, "--run.study", study.name, "--run.variant", cell.variant.name]
-
-
-def check(study: Study, file: Path, folder: Path) -> dict[str, dict[str, Any]]:
-    """Resolve every cell before anything trains.
-
-    Args:
-        folder: of the study's runs.
-
-    Returns:
-        Each cell's configuration by its name.
-
-    Raises:
-        ValueError: names the variant and what is wrong with it, or what changed under results that exist.
-    """
-    for name in study.config:
-        try:
-            yaml.safe_load((file.parent / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise ValueError(f"{file}: {file.parent / name} cannot be read: {error}") from error
-    resolved = {}
-    for cell in study.cells():
-        try:
-            resolved[str(cell)] = resolve(fit_arguments(study, file, cell, folder))
-        except ValueError as error:
-            raise ValueError(f"{file}, variant {cell.variant.name}: {error}") from error
-    done = {name for name in resolved if (folder / name / "result.json").is_file()}
-    refuse_changes(file, folder, resolved, done)
-    return resolved
-
-
-def refuse_changes(file: Path, folder: Path, resolved: dict[str, Any], names: set[str]) -> None:
-    """Raises ValueError where one of these cells, done or under way, was begun with another configuration."""
-    before, given = _resolved_before(folder), defaults()
-    for name in sorted(before.keys() & names):
-        # The folder may have moved, and a key may be younger than the run: it did what the default does.
-        old, new = (
-            {part: _over(value, config.get(part)) for part, value in given.items()}
-            | {"run": _over(given["run"], config["run"]) | {"dir": ""}}
-            for config in (before[name], resolved[name])
-        )
-        if old != new:
-            raise ValueError(
-                f"{file}: {name} has a result or is being trained, but {_first_difference(old, new)}: "
-                "undo the change, or give the study another name"
-            )
-
-
-def _over(default: Any, value: Any) -> Any:
-    return default | value if isinstance(default, dict) and isinstance(value, dict) else value
-
-
-def _resolved_before(folder: Path) -> dict[str, dict[str, Any]]:
-    description = folder / "study.json"
-    return json.loads(description.read_text(encoding="utf-8"))["resolved"] if description.is_file() else {}
-
-
-def describe(study: Study, folder: Path, resolved: dict[str, Any]) -> None:
-    """Write study.json, which results are built from."""
-    variants = [{**asdict(v), "paper": v.paper or v.name, "failed": ""} for v in study.variants]
-    write_json(
-        folder / "study.json",
-        {
-            "name": study.name,
-            "seeds": study.seeds,
-            "variants": variants,
-            # Also of variants that the file no longer has: their results still stand.
-            "resolved": _resolved_before(folder) | resolved,
-        },
-    )
-
-
-def note_failures(folder: Path, failed: dict[str, str]) -> None:
-    """Into study.json, as it is now: which variants were given up, and why."""
-    described = json.loads((folder / "study.json").read_text(encoding="utf-8"))
-    for variant in described["variants"]:
-        variant["failed"] = failed.get(variant["name"], "")
-    write_json(folder / "study.json", described)
-
-
-def _first_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:
-    for key in sorted(old.keys() | new.keys()):
-        a, b = old.get(key), new.get(key)
-        if a != b:
-            if isinstance(a, dict) and isinstance(b, dict):
-                return _first_difference(a, b, f"{prefix}{key}.")
-            return f"{prefix}{key} was {a} and is {b} now"
-    return "nothing"

@@ -1,7 +1,7 @@
 """Running a study: Optuna's storage says who does what, each trial is a `fit` in its own process.
 
 sweeps/NAME.yaml -> Study, every variant checked before anything trains
-                 -> one Optuna trial for each (variant, seed)
+                 -> one finished Optuna trial for each (variant, seed), or so many trials of a search
                  -> runs/NAME/VARIANT/seedN/, filled by the command a user would type
                  -> results/NAME.{csv,md,png}
 """
@@ -10,35 +10,44 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
+import errno
 import json
 import math
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import optuna
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import Trial, TrialState
 
+from lit_transformer.checkpoint import list_checkpoints
 from lit_transformer.commands import SWEEP_VARIABLE
 from lit_transformer.corpus import prepare
+from lit_transformer.curves import read_curves
+from lit_transformer.preflight import check, describe, note_failures, refuse_changes, refuse_other_data
 from lit_transformer.progress import clock, say
 from lit_transformer.results import build
 from lit_transformer.sources import CorpusConfig
-from lit_transformer.store import write_atomic
-from lit_transformer.study import Cell, check, describe, fit_arguments, note_failures, read_study_file, refuse_changes
+from lit_transformer.store import Store, write_atomic
+from lit_transformer.study import Cell, fit_arguments, read_study_file
+from lit_transformer.trials import HEARTBEAT_SECONDS, MAX_FAILURES, Trials, is_dead
 
-MAX_FAILURES = 3
-HEARTBEAT_SECONDS = 10
 SHOW_SECONDS = 10
+CURVES = {"perplexity": "val_perplexity", "bleu": "val_bleu"}  # what a trial reports on its way to its value
+# Of processes that belong together; what a user's shell or an outer launcher set must not reach a trial.
+_OF_A_GROUP = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE")
+
+
+class Pruned(Exception):
+    """A search's trial that is not worth going on with."""
 
 
 class Engine:
@@ -56,102 +65,16 @@ class Engine:
         self.folder = runs / self.study.name
         self.workers = workers
         self.threads = max(1, len(os.sched_getaffinity(0)) // workers)
-        self.names = {str(cell): cell for cell in self.study.cells()}
         self.stopping = threading.Event()
-        self._storage_url = storage or f"sqlite:///{(self.folder / 'optuna.db').resolve()}"
-        self._claiming = threading.Lock()
+        self.trials = Trials(self.study, self.folder, storage, self.stopping)
         self._durations: list[float] = []
         self.crashed: list[Exception] = []
-
-    # Optuna
-
-    def open(self) -> None:
-        """Create or join the study in its storage."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        # Workers of one host write into one SQLite file: they wait for each other, up to a minute.
-        sqlite = {"connect_args": {"timeout": 60}} if self._storage_url.startswith("sqlite") else {}
-        warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # the heartbeat, since 2021
-        with self._folder_lock():
-            self.storage = optuna.storages.RDBStorage(
-                self._storage_url,
-                engine_kwargs=sqlite,
-                heartbeat_interval=HEARTBEAT_SECONDS,
-                grace_period=6 * HEARTBEAT_SECONDS,
-            )
-            self.trials = optuna.create_study(
-                study_name=self.study.name,
-                storage=self.storage,
-                direction="maximize" if self.study.metric == "bleu" else "minimize",
-                load_if_exists=True,
-            )
-
-    @contextlib.contextmanager
-    def _folder_lock(self) -> Iterator[None]:
-        with self._claiming, open(self.folder / ".lock", "a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
-
-    def by_cell(self) -> dict[str, list[FrozenTrial]]:
-        """Each cell's trials, oldest first; trials of cells that the file no longer has are left alone."""
-        found: dict[str, list[FrozenTrial]] = {name: [] for name in self.names}
-        for trial in self.trials.get_trials(deepcopy=False):
-            found.get(trial.user_attrs.get("cell", ""), []).append(trial)
-        return found
-
-    def failures(self) -> dict[str, str]:
-        """Cells given up, with their reasons."""
-        failed, forgiven = {}, self.trials.user_attrs.get("forgiven", {})
-        for cell, trials in self.by_cell().items():
-            reasons = [t.user_attrs["error"] for t in trials if "error" in t.user_attrs][forgiven.get(cell, 0) :]
-            if len(reasons) >= MAX_FAILURES and not self._done(cell, trials):
-                failed[cell] = reasons[-1]
-        return failed
-
-    def retry(self) -> None:
-        """Give the cells that were given up another MAX_FAILURES tries."""
-        errors = {cell: sum("error" in t.user_attrs for t in trials) for cell, trials in self.by_cell().items()}
-        self.trials.set_user_attr("forgiven", errors)
-
-    def _done(self, cell: str, trials: list[FrozenTrial]) -> bool:
-        # Both: a folder that somebody removed is run again.
-        return any(t.state == TrialState.COMPLETE for t in trials) and (self.folder / cell / "result.json").is_file()
-
-    def claim(self) -> tuple[Cell, FrozenTrial] | None:
-        """Take one cell that nobody has done, does, or has given up; None when there is no such cell now."""
-        with self._folder_lock():
-            self._release_the_dead()
-            given_up = self.failures()
-            for cell, trials in self.by_cell().items():
-                states = {trial.state for trial in trials}
-                if cell in given_up or TrialState.RUNNING in states or self._done(cell, trials):
-                    continue
-                if TrialState.WAITING not in states:
-                    self.trials.enqueue_trial({}, user_attrs={"cell": cell})
-                    trials = self.by_cell()[cell]
-                trial = next(t for t in trials if t.state == TrialState.WAITING)
-                # Whose it is comes first: killed right after, it can still be told that its worker is dead.
-                self.storage.set_trial_user_attr(trial._trial_id, "worker", f"{socket.gethostname()}:{os.getpid()}")
-                if self.storage.set_trial_state_values(trial._trial_id, TrialState.RUNNING):
-                    self.storage.record_heartbeat(trial._trial_id)
-                    return self.names[cell], trial
-        return None
-
-    def _release_the_dead(self) -> None:
-        """Trials of killed workers: at once where they were on this host, after missed heartbeats elsewhere."""
-        optuna.storages.fail_stale_trials(self.trials)
-        for trial in self.trials.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            host, _, pid = trial.user_attrs.get("worker", "").rpartition(":")
-            if host == socket.gethostname() and not _alive(int(pid)):
-                self.storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
-
-    # Running
 
     def work(self) -> None:
         """Claim and run until nothing is left that this worker could do."""
         try:
             while not self.stopping.is_set():
-                claimed = self.claim()
+                claimed = self.trials.claim()
                 if claimed:
                     try:
                         self.run(*claimed)
@@ -159,106 +82,177 @@ class Engine:
                         # Its heartbeat had stopped, as in a laptop's sleep, and it was marked failed: claimed anew,
                         # it goes on where it is, or is found finished.
                         say(f"{self.study.name}: {claimed[0]} had been given up for dead; taking it up again")
-                elif any(t.state == TrialState.RUNNING for trials in self.by_cell().values() for t in trials):
+                elif any(t.state == TrialState.RUNNING for trials in self.trials.by_cell().values() for t in trials):
                     self.stopping.wait(2)  # another worker's trial may yet come free
-                else:
+                elif self.trials.all_done():
                     return
+                else:
+                    self.stopping.wait(0.5)  # another worker was quicker, or a variant's trainer has just finished
         except Exception as error:  # said by the main thread, once the others have stopped
             self.crashed.append(error)
             self.stopping.set()
 
-    def run(self, cell: Cell, trial: FrozenTrial) -> None:
+    def run(self, cell: Cell, trial: Trial) -> None:
         """One trial in its own process, with a heartbeat while it lives."""
         folder = self.folder / str(cell)
         folder.mkdir(parents=True, exist_ok=True)
+        if trainer := self.trials.trainer_of(str(cell)):
+            _take_checkpoints(self.folder / trainer, folder)
         start = self.study.launcher or [sys.executable]
         command = [*start, "-m", "lit_transformer", "fit", *fit_arguments(self.study, self.file, cell, self.folder)]
         write_atomic(folder / "command", (shlex.join(command) + "\n").encode())
         threads = {name: str(self.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-        environment = {**os.environ, **threads, SWEEP_VARIABLE: str(os.getpid())}
-        started = beat = time.monotonic()
+        outside = {name: value for name, value in os.environ.items() if name not in _OF_A_GROUP}
+        environment = {**outside, **threads, SWEEP_VARIABLE: str(os.getpid())}
+        started = time.monotonic()
         with open(folder / "log.txt", "ab") as log:
             log_start = log.tell()
-            process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
-            while process.poll() is None:
-                if self.stopping.is_set():
-                    # By Ctrl-C first; a shell's background jobs ignore it, and then it takes more.
-                    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-                        process.send_signal(number)
-                        with contextlib.suppress(subprocess.TimeoutExpired):
-                            process.wait(8)
-                if time.monotonic() - beat >= HEARTBEAT_SECONDS:
-                    beat = time.monotonic()
-                    self.storage.record_heartbeat(trial._trial_id)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(0.5)
-        if self.stopping.is_set() and process.returncode:
-            self.trials.tell(trial.number, state=TrialState.FAIL)  # not its own fault: it is run again
-            return
-        result = folder / "result.json"
-        if process.returncode or not result.is_file():
+            # A group of its own: all processes of the trial end together, whoever started them.
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+            )
+            pruned = False
+            try:
+                self._watch(process, trial, folder)
+            except Pruned:
+                pruned = True
+            finally:
+                _end(process)
+        if pruned:
+            self._pruned(cell, trial)
+        elif self.stopping.is_set() and process.returncode:
+            trial.study.tell(trial.number, state=TrialState.FAIL)  # not its own fault: it is run again
+        elif process.returncode or not (folder / "result.json").is_file():
             self._fail(cell, trial, _last_line(folder / "log.txt", log_start, process.returncode))
-            return
-        found = json.loads(result.read_text(encoding="utf-8"))
+        else:
+            self._complete(cell, trial, json.loads((folder / "result.json").read_text(encoding="utf-8")))
+            self._durations.append(time.monotonic() - started)
+
+    def _watch(self, process: subprocess.Popen, trial: Trial, folder: Path) -> None:
+        """Until the trial ends or is to end: heartbeats, and what it reports, by update."""
+        beat, reported = time.monotonic(), set(self.trials.storage.get_trial(trial._trial_id).intermediate_values)
+        while process.poll() is None and not self.stopping.is_set():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.5)
+            if time.monotonic() - beat >= HEARTBEAT_SECONDS:
+                beat = time.monotonic()
+                self.trials.storage.record_heartbeat(trial._trial_id)
+            self._report(trial, folder, reported)
+        self._report(trial, folder, reported, prune=False)
+
+    def _report(self, trial: Trial, folder: Path, reported: set[int], prune: bool = True) -> None:
+        # From here, not from the trial: with several ranks, and with every storage, one process speaks to Optuna.
+        for step, value in read_curves(folder).get(CURVES[self.study.metric], {}).items():
+            if step not in reported:
+                reported.add(step)
+                trial.report(value if math.isfinite(value) else math.nan, step)
+                if prune and self.study.search and trial.should_prune():
+                    raise Pruned
+
+    def _complete(self, cell: Cell, trial: Trial, found: dict[str, Any]) -> None:
         scores: dict[str, float | None] = {"bleu": found["bleu"]["score"], "perplexity": found["perplexity"]}
         scores = {n: v if v is not None and math.isfinite(v) else None for n, v in scores.items()}
         if scores[self.study.metric] is None:
             self._fail(cell, trial, f"its {self.study.metric} is no number: training has diverged")
             return
         for name, value in scores.items():
-            self.storage.set_trial_user_attr(trial._trial_id, name, value)
-        self.trials.tell(trial.number, scores[self.study.metric])
-        self._durations.append(time.monotonic() - started)
+            trial.set_user_attr(name, value)
+        trial.study.tell(trial.number, scores[self.study.metric])
         figures = f"perplexity {_figure(scores['perplexity'])}, BLEU {_figure(scores['bleu'])}"
         say(f"{self.study.name}: {cell} done, {figures}")
 
-    def _fail(self, cell: Cell, trial: FrozenTrial, reason: str) -> None:
-        self.storage.set_trial_user_attr(trial._trial_id, "error", reason)
-        self.trials.tell(trial.number, state=TrialState.FAIL)
+    def _pruned(self, cell: Cell, trial: Trial) -> None:
+        values = self.trials.storage.get_trial(trial._trial_id).intermediate_values
+        step = max(values)
+        reason = f"pruned at update {step:,} with {self.study.metric} {_figure(values[step])}"
+        trial.set_user_attr("pruned", reason)
+        trial.study.tell(trial.number, state=TrialState.PRUNED)
+        say(f"{self.study.name}: {cell} {reason}")
+
+    def _fail(self, cell: Cell, trial: Trial, reason: str) -> None:
+        if _disk_is_full(self.folder, reason):
+            # Not its own fault, and every other trial would fail as well.
+            with contextlib.suppress(OSError):
+                trial.study.tell(trial.number, state=TrialState.FAIL)
+            raise OSError(errno.ENOSPC, f"{cell} could not be written: {reason}")
+        checkpoints = list_checkpoints(self.folder / str(cell) / "checkpoints")
+        trial.set_user_attr("reached", checkpoints[-1][0] if checkpoints else 0)
+        trial.set_user_attr("error", reason)
+        trial.study.tell(trial.number, state=TrialState.FAIL)
         say(f"{self.study.name}: {cell} failed: {reason} (see {self.folder / str(cell) / 'log.txt'})")
 
     def grid(self) -> list[tuple[str, str, str]]:
-        """(cell, done | running | failed | waiting, details) for every cell."""
-        rows, given_up = [], self.failures()
-        for name, trials in self.by_cell().items():
+        """(cell, done | pruned | running | failed | waiting, details) for every cell."""
+        rows, given_up = [], self.trials.failures()
+        for name, trials in self.trials.by_cell().items():
             by_state = {trial.state: trial for trial in trials}
-            if self._done(name, trials):
+            running = by_state.get(TrialState.RUNNING)
+            words = _progress(self.folder / name)[0]
+            begun = f"begun, {words}" if (self.folder / name / "progress.json").is_file() else ""
+            if TrialState.PRUNED in by_state:
+                rows.append((name, "pruned", by_state[TrialState.PRUNED].user_attrs.get("pruned", "")))
+            elif self.trials.done(name, trials):
                 value = by_state[TrialState.COMPLETE].user_attrs.get(self.study.metric)
                 rows.append((name, "done", f"{self.study.metric} {_figure(value)}"))
-            elif running := by_state.get(TrialState.RUNNING):
-                words = _progress(self.folder / name)[0]
+            elif running and not is_dead(running.user_attrs.get("worker", "")):
                 rows.append((name, "running", f"{words}, by {running.user_attrs.get('worker', 'somebody')}"))
             elif name in given_up:
                 rows.append((name, "failed", given_up[name]))
             else:
-                begun = (self.folder / name / "progress.json").is_file()
-                rows.append((name, "waiting", f"begun, {_progress(self.folder / name)[0]}" if begun else ""))
+                rows.append((name, "waiting", begun))
         return rows
 
     def summary(self) -> str:
         """One line: what is done, what runs how far, and the time left for all."""
         grid = self.grid()
-        count = {state: sum(s == state for _, s, _ in grid) for state in ("done", "failed", "waiting")}
+        states = ("done", "pruned", "failed", "waiting")
+        count = {state: sum(s == state for _, s, _ in grid) for state in states}
         running = {name: _progress(self.folder / name) for name, state, _ in grid if state == "running"}
-        line = f"{self.study.name}: {count['done']} of {len(grid)} done"
-        line += f", {count['failed']} failed" if count["failed"] else ""
+        total = max(len(grid), self.study.search.trials if self.study.search else 0)
+        line = f"{self.study.name}: {count['done']} of {total} done"
+        line += "".join(f", {count[state]} {state}" for state in ("pruned", "failed") if count[state])
         line += "".join(f" | {name} {words}" for name, (words, _, _) in running.items())
         left = [seconds for _, seconds, _ in running.values() if seconds is not None]
         wholes = self._durations or [whole for _, _, whole in running.values() if whole is not None]
         if wholes and len(left) == len(running):
-            waiting = count["waiting"] * sum(wholes) / len(wholes)
+            waiting = (count["waiting"] + total - len(grid)) * sum(wholes) / len(wholes)
             line += f" | about {clock(max([*left, (sum(left) + waiting) / self.workers]))} left"
         return line
 
 
-def _alive(pid: int) -> bool:
+def _take_checkpoints(trained: Path, folder: Path) -> None:
+    """Those of the run that trained for this one, without a second copy of them."""
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    for _, path in list_checkpoints(trained / "checkpoints"):
+        with contextlib.suppress(FileExistsError):
+            os.link(path, folder / "checkpoints" / path.name)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """No process of the trial stays: by Ctrl-C first, then by what it takes."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if process.poll() is None:
+            process.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(8)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # what it started and left; every file is written atomically
+    process.wait()
+
+
+def _disk_is_full(folder: Path, reason: str) -> bool:
+    if any(words in reason for words in ("No space left on device", "disk is full", "Disk quota exceeded")):
+        return True
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+        probe = folder / f".probe.{os.getpid()}.{threading.get_ident()}"
+        with open(probe, "wb") as file:
+            file.write(bytes(1 << 20))
+        probe.unlink()
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            probe.unlink(missing_ok=True)
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return False
 
 
 def _figure(value: float | None) -> str:
@@ -281,26 +275,28 @@ def _progress(folder: Path) -> tuple[str, float | None, float | None]:
     share, left = state["step"] / state["max_steps"], state["seconds_left"]
     if share >= 1:
         return "scoring", 0.0, None
-    return f"{share:.0%}, {clock(left)} left", left, left / (1 - share)
+    return f"update {state['step']:,} of {state['max_steps']:,}, {clock(left)} left", left, left / (1 - share)
 
 
 def run_study(engine: Engine, out: Path, retry: bool) -> int:
     """All cells of a study, with progress; tables at the end."""
-    name = engine.study.name
+    name, trials = engine.study.name, engine.trials
     resolved = check(engine.study, engine.file, engine.folder)
-    engine.open()
+    trials.open()
     running = {name for name, state, _ in engine.grid() if state == "running"}
     refuse_changes(engine.file, engine.folder, resolved, running)
     if retry:
-        engine.retry()
+        trials.retry()
     # Once, here, instead of by several trials at the same time.
     for data in {json.dumps(config["data"], sort_keys=True) for config in resolved.values()}:
         fields = json.loads(data)
         own = {k: v for k, v in fields.items() if k in CorpusConfig.__dataclass_fields__}
-        prepare(CorpusConfig(**own), Path(fields["root"]), say)
+        store = Store(prepare(CorpusConfig(**own), Path(fields["root"]), say))
+        refuse_other_data(engine.file, engine.folder, list(trials.names), store.fingerprint)
     describe(engine.study, engine.folder, resolved)
+    runs = engine.study.search.trials if engine.study.search else len(trials.names)
     say(
-        f"{name}: {len(engine.names)} runs, {engine.workers} at a time, {engine.threads} "
+        f"{name}: {runs} runs, {engine.workers} at a time, {engine.threads} "
         f"{'thread' if engine.threads == 1 else 'threads'} each; logs in {engine.folder}/VARIANT/seedN/log.txt"
     )
     workers = [threading.Thread(target=engine.work) for _ in range(engine.workers)]
@@ -316,14 +312,18 @@ def run_study(engine: Engine, out: Path, retry: bool) -> int:
                 say(engine.summary())
     except KeyboardInterrupt:
         say(f"{name}: stopping; the same command goes on")
+        raise
+    finally:
         engine.stopping.set()
         for worker in workers:
             worker.join()
-        raise
     if engine.crashed:
         raise engine.crashed[0]
-    failed = engine.failures()
-    note_failures(engine.folder, {cell.rpartition("/")[0]: why for cell, why in failed.items()})
+    failed = trials.failures()
+    if engine.study.search:
+        describe(replace(engine.study, variants=trials.ranking()), engine.folder, resolved)
+    without = failed | {cell: why for cell, state, why in engine.grid() if state == "pruned"}
+    note_failures(engine.folder, {cell.rpartition("/")[0]: why for cell, why in without.items()})
     print(build(engine.folder.parent, name, out))
     print(f"written: {out / name}.csv, .md, .png")
     for cell, reason in failed.items():
@@ -350,7 +350,7 @@ def sweep_command(args: Sequence[str]) -> int:
         return run_study(engine, options.out, options.retry)
     if not (engine.folder / "study.json").is_file():
         raise ValueError(f"{engine.folder} holds no study yet: start it with `lit-transformer sweep run`")
-    engine.open()
+    engine.trials.open()
     for cell, state, details in engine.grid():
         print(f"{cell:<30} {state:<8} {details}".rstrip())
     return 0

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from lit_transformer.__main__ import main
-from lit_transformer.study import Cell, Study, Variant, check, describe, fit_arguments, note_failures, read_study_file
+from lit_transformer.preflight import check, describe, note_failures
+from lit_transformer.study import Cell, Study, Variant, fit_arguments, read_study_file
 from lit_transformer.transformer import TransformerConfig
 
 REPOSITORY = Path(__file__).parents[1]

@@ -1,0 +1,376 @@
+"""Who does what: a study's trials in Optuna's storage, shared by every worker on every host.
+
+A cell is one run to do.  It ends with exactly one finished trial; what was killed or failed before that stands there
+as failed trials of the same cell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import os
+import socket
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+import sqlalchemy
+from optuna.storages import BaseStorage, RDBStorage
+from optuna.trial import FrozenTrial, Trial, TrialState
+from sqlalchemy.exc import DBAPIError
+
+from lit_transformer.progress import say
+from lit_transformer.store import write_atomic
+from lit_transformer.study import Cell, Range, Study, Variant
+
+MAX_FAILURES = 3
+HEARTBEAT_SECONDS = 10
+PATIENCE_SECONDS = 900
+
+
+class PatientStorage(RDBStorage):
+    """Optuna's database storage that waits for a database which is away, instead of failing the study.
+
+    Args:
+        stopping: set when the user wants to end; no more waiting then.
+
+    Raises:
+        ValueError: the database was away for too long, or there is none at the address.
+        OSError: an SQLite file on a full disk.
+    """
+
+    def __init__(self, url: str, stopping: threading.Event, **options: Any) -> None:
+        self.stopping = stopping
+        self._call(super().__init__, url, **options)
+
+    def _call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        since, wait = time.monotonic(), 0.5
+        while True:
+            try:
+                return method(*args, **options)
+            except (DBAPIError, optuna.exceptions.StorageInternalError) as error:
+                reason = _what_the_database_says(error)
+                if reason is None:
+                    raise
+                if "disk is full" in reason:
+                    raise OSError(errno.ENOSPC, f"the study's database cannot be written: {reason}") from error
+                waited = time.monotonic() - since
+                if self.stopping.is_set() or waited > PATIENCE_SECONDS:
+                    raise ValueError(f"the study's database is away: {reason}; the same command goes on") from error
+                if wait == 0.5:
+                    say(f"the study's database is away, waiting for it; trials go on meanwhile ({reason})")
+            self.stopping.wait(wait)
+            wait = min(2 * wait, 8.0)
+
+
+def _patient(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: PatientStorage, *args: Any, **options: Any) -> Any:
+        return self._call(functools.partial(method, self), *args, **options)
+
+    return call
+
+
+# The last ones are what Optuna's cache in front of a database calls.
+_MORE = ("_get_trials", "_create_new_trial", "_set_trial_param", "record_heartbeat", "_get_stale_trial_ids")
+for _name in (*sorted(BaseStorage.__abstractmethods__), *_MORE):
+    setattr(PatientStorage, _name, _patient(getattr(RDBStorage, _name)))
+
+
+def _what_the_database_says(error: BaseException) -> str | None:
+    """Its words where waiting may help or the disk is full; None where the fault is another one."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, DBAPIError):
+        cause = cause.__cause__
+    if cause is None:
+        return None
+    words = " ".join(str(cause.orig).split())
+    # Lost connections of a server; SQLite has none, but writers that wait for each other beyond its time-out.
+    lost = isinstance(cause, sqlalchemy.exc.OperationalError | sqlalchemy.exc.InterfaceError)
+    sqlite = type(cause.orig).__module__.startswith("sqlite3")
+    helps = "locked" in words or "disk is full" in words if sqlite else lost or cause.connection_invalidated
+    return words if helps else None
+
+
+class Trials:
+    """A study in its storage.
+
+    Args:
+        study: what is to be run.
+        folder: of the study's runs, the same for all workers on all hosts.
+        url: an SQLite file (one host), or postgresql+psycopg://... (several).
+        stopping: set when the user wants to end.
+
+    Raises:
+        ValueError: an address of another kind, or a storage whose study has its runs in another folder.
+    """
+
+    def __init__(self, study: Study, folder: Path, url: str | None, stopping: threading.Event) -> None:
+        self.study, self.folder, self.stopping = study, folder, stopping
+        self.url = url or f"sqlite:///{(folder / 'optuna.db').resolve()}"
+        if not self.url.startswith(("sqlite:///", "postgresql+psycopg://")):
+            raise ValueError(
+                f"--storage {self.url}: must be sqlite:///FILE, for workers on one host, or "
+                "postgresql+psycopg://USER:PASSWORD@HOST/DATABASE for several"
+            )
+        self.names = {str(cell): cell for cell in study.cells()}  # a search adds to them as it goes
+        self._one_at_a_time = threading.Lock()
+
+    def open(self) -> None:
+        """Create or join the study in its storage."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # the heartbeat, since 2021
+        # Workers of one host write into one SQLite file: they wait for each other, up to a minute.
+        sqlite = self.url.startswith("sqlite")
+        options: dict[str, Any] = {"connect_args": {"timeout": 60}} if sqlite else {"pool_pre_ping": True}
+        self._server = None if sqlite else sqlalchemy.create_engine(self.url, poolclass=sqlalchemy.NullPool)
+        with self._folder_lock():  # workers that start together make one set of tables
+            try:
+                self.storage = PatientStorage(
+                    self.url,
+                    self.stopping,
+                    engine_kwargs=options,
+                    heartbeat_interval=HEARTBEAT_SECONDS,
+                    grace_period=6 * HEARTBEAT_SECONDS,
+                )
+            except (ImportError, sqlalchemy.exc.ArgumentError) as error:
+                raise ValueError(f"--storage {self.url}: {error}") from error
+            search = self.study.search
+            self.optuna = optuna.create_study(
+                study_name=self.study.name,
+                storage=self.storage,
+                direction="maximize" if self.study.metric == "bleu" else "minimize",
+                pruner=optuna.pruners.MedianPruner(search.startup, search.prune_after) if search else None,
+                load_if_exists=True,
+            )
+            self._same_folder()
+
+    def _same_folder(self) -> None:
+        """Hosts that share the storage but not the folder would each miss the other's results."""
+        mark = self.folder / ".storage"
+        here = mark.read_text() if mark.is_file() else None
+        known = self.optuna.user_attrs.get("folder")
+        if known is None:
+            known = here or uuid.uuid4().hex
+            write_atomic(mark, known.encode())
+            self.optuna.set_user_attr("folder", known)
+        elif here != known:
+            raise ValueError(
+                f"{self.folder} is not the folder in which study {self.study.name} of this storage keeps its runs: all "
+                "workers need one folder, on several hosts a shared one; if it was removed, give the study another name"
+            )
+
+    @contextlib.contextmanager
+    def _folder_lock(self) -> Iterator[None]:
+        with self._one_at_a_time, open(self.folder / ".lock", "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[Callable[[], bool]]:
+        """One worker at a time, on this host or, with a server, on all; yields a check that it is still held."""
+        with self._folder_lock():
+            if self._server is None:
+                yield lambda: True
+                return
+            connection = self.storage._call(self._locked_connection)
+            try:
+                yield lambda: _answers(connection)
+            finally:
+                with contextlib.suppress(DBAPIError):
+                    connection.close()
+
+    def _locked_connection(self) -> sqlalchemy.Connection:
+        """A connection to the server that holds the study's lock: both end together, and with this process."""
+        assert self._server is not None
+        connection = self._server.connect()
+        try:
+            name = {"name": f"lit-transformer {self.study.name}"}
+            connection.execute(sqlalchemy.text("SELECT pg_advisory_lock(hashtext(:name))"), name)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    # What stands in the storage
+
+    def by_cell(self) -> dict[str, list[FrozenTrial]]:
+        """Each cell's trials, oldest first; trials of cells that the file no longer has are left alone."""
+        trials = self.optuna.get_trials(deepcopy=False)
+        if self.study.search:
+            self._learn_cells(trials)
+        found: dict[str, list[FrozenTrial]] = {name: [] for name in self.names}
+        for trial in trials:
+            found.get(trial.user_attrs.get("cell", ""), []).append(trial)
+        return found
+
+    def _learn_cells(self, trials: list[FrozenTrial]) -> None:
+        """A search's cells are made as it goes: by this worker and by others."""
+        for trial in trials:
+            name, params = trial.user_attrs.get("cell", ""), trial.params
+            if len(params) == len(self.study.search.space) and name not in self.names:  # type: ignore[union-attr]
+                variant = name.partition("/")[0]
+                self.names[name] = Cell(Variant(variant, dict(params)), self.study.seeds[0])
+
+    def failures(self) -> dict[str, str]:
+        """Cells given up, with their reasons: MAX_FAILURES in a row that came no further than the first of them."""
+        failed, forgiven = {}, self.optuna.user_attrs.get("forgiven", {})
+        cells = self.by_cell()
+        for cell, trials in cells.items():
+            errors = [t for t in trials if "error" in t.user_attrs][forgiven.get(cell, 0) :]
+            furthest = max((t.user_attrs.get("reached", 0) for t in errors), default=0)
+            same = [t for t in errors if t.user_attrs.get("reached", 0) == furthest]
+            if len(same) >= MAX_FAILURES and not self.done(cell, trials):
+                failed[cell] = same[-1].user_attrs["error"]
+        for cell, trials in cells.items():
+            if (trainer := self.trainer_of(cell)) in failed and cell not in failed and not self.done(cell, trials):
+                failed[cell] = f"{trainer}, which trains it, was given up"
+        return failed
+
+    def retry(self) -> None:
+        """Give the cells that were given up another MAX_FAILURES tries."""
+        errors = {cell: sum("error" in t.user_attrs for t in trials) for cell, trials in self.by_cell().items()}
+        self.optuna.set_user_attr("forgiven", errors)
+
+    def done(self, cell: str, trials: list[FrozenTrial]) -> bool:
+        # Both: a folder that somebody removed is run again.
+        complete = (
+            any(t.state == TrialState.COMPLETE for t in trials) and (self.folder / cell / "result.json").is_file()
+        )
+        return complete or any(t.state == TrialState.PRUNED for t in trials)
+
+    def trainer_of(self, cell: str) -> str | None:
+        """The cell that trains what this one only scores."""
+        variant = self.names[cell].variant
+        return f"{variant.trained_by}/seed{self.names[cell].seed}" if variant.trained_by else None
+
+    def all_done(self) -> bool:
+        """Whether nothing is left to do, by whomever."""
+        cells, given_up = self.by_cell(), self.failures()
+        return not self._more_to_search(cells) and all(c in given_up or self.done(c, t) for c, t in cells.items())
+
+    def _more_to_search(self, cells: dict[str, list[FrozenTrial]]) -> bool:
+        return self.study.search is not None and len(cells) < self.study.search.trials
+
+    def ranking(self) -> list[Variant]:
+        """A search's trials, the best first, pruned ones behind the finished."""
+
+        def key(cell: str) -> tuple[bool, float]:
+            values = [t.value for t in cells[cell] if t.state == TrialState.COMPLETE and t.value is not None]
+            sign = -1 if self.study.metric == "bleu" else 1
+            return not values, sign * values[-1] if values else 0.0
+
+        cells = self.by_cell()
+        return [self.names[cell].variant for cell in sorted(cells, key=key)]
+
+    # Claiming
+
+    def claim(self) -> tuple[Cell, Trial] | None:
+        """Take one cell that nobody has done, does, or has given up; None when there is no such cell now."""
+        with self._lock() as held:
+            self.release_the_dead()
+            cells, given_up = self.by_cell(), self.failures()
+            free: str | None = None
+            for cell, trials in cells.items():
+                busy = any(trial.state == TrialState.RUNNING for trial in trials)
+                trainer = self.trainer_of(cell)
+                ready = trainer is None or self.done(trainer, cells[trainer])
+                if ready and not busy and cell not in given_up and not self.done(cell, trials):
+                    free = cell
+                    break
+            if free is None and self._more_to_search(cells):
+                free = f"trial-{len(cells):03d}/seed{self.study.seeds[0]}"
+            trial = self._take(free) if free else None
+            if free is None or trial is None:
+                return None
+            if not held():  # the connection broke: another worker may have taken the same cell
+                self.storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+                return None
+            if free not in self.names:
+                self.names[free] = Cell(Variant(free.partition("/")[0], dict(trial.params)), self.study.seeds[0])
+            return self.names[free], trial
+
+    def _take(self, cell: str) -> Trial | None:
+        def of_this_cell(*states: TrialState) -> list[FrozenTrial]:
+            trials = self.optuna.get_trials(deepcopy=False, states=states or None)
+            return [t for t in trials if t.user_attrs.get("cell") == cell]
+
+        if not of_this_cell(TrialState.WAITING):
+            before = next((t.params for t in of_this_cell() if t.params), {})  # a search's cell keeps its values
+            self.optuna.enqueue_trial(before, user_attrs={"cell": cell})
+        waiting = of_this_cell(TrialState.WAITING)
+        number = waiting[0]._trial_id
+        # Whose it is comes first: killed right after, it can still be told that its worker is dead.
+        self.storage.set_trial_user_attr(number, "worker", worker())
+        if not self.storage.set_trial_state_values(number, TrialState.RUNNING) and not self._is_mine(number):
+            return None
+        self.storage.record_heartbeat(number)
+        if self.study.search:
+            # By the number of trials: workers do not draw the same, and a search can be repeated.
+            self.optuna.sampler = optuna.samplers.TPESampler(
+                seed=waiting[0].number, n_startup_trials=self.study.search.startup, constant_liar=True
+            )
+        trial = Trial(self.optuna, number)
+        for key, values in self.study.search.space.items() if self.study.search else ():
+            suggest(trial, key, values)
+        return trial
+
+    def _is_mine(self, number: int) -> bool:
+        """The answer to our own change was lost with the connection, and the change asked for again."""
+        trial = self.storage.get_trial(number)
+        return trial.state == TrialState.RUNNING and trial.user_attrs.get("worker") == worker()
+
+    def release_the_dead(self) -> None:
+        """Trials of killed workers: at once where they were on this host, after missed heartbeats elsewhere."""
+        optuna.storages.fail_stale_trials(self.optuna)
+        for trial in self.optuna.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            if is_dead(trial.user_attrs.get("worker", "")):
+                self.storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+
+
+def suggest(trial: Trial, key: str, values: Range) -> None:
+    """Draw one hyper-parameter of a search."""
+    if values.choices is not None:
+        trial.suggest_categorical(key, values.choices)
+        return
+    low, high = values.low, values.high
+    assert low is not None and high is not None
+    if isinstance(low, int) and isinstance(high, int):
+        trial.suggest_int(key, low, high, log=values.log)
+    else:
+        trial.suggest_float(key, low, high, log=values.log)
+
+
+def worker() -> str:
+    """This process, among all hosts."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def is_dead(name: str) -> bool:
+    """Whether a worker was on this host and is no more."""
+    host, _, pid = name.rpartition(":")
+    if host != socket.gethostname():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
+
+
+def _answers(connection: sqlalchemy.Connection) -> bool:
+    try:
+        connection.execute(sqlalchemy.text("SELECT 1"))
+    except DBAPIError:
+        return False
+    return True
