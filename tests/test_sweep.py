@@ -40,6 +40,8 @@ from pathlib import Path
 given = dict(zip(sys.argv, sys.argv[1:]))  # the last of a key wins
 folder, variant, seed = Path(given["--run.dir"]), given["--run.variant"], int(given["--seed_everything"])
 plan = json.loads(Path(__file__).with_name("plan.json").read_text()).get(variant, {})
+stores = Path(json.loads(Path(__file__).with_name("base.yaml").read_text())["data"]["root"])
+data = json.loads(next(stores.glob("*/meta.json")).read_text())["fingerprint"]
 with open(folder / "attempts", "a") as file:
     file.write(f"{os.getpid()}\\n")
 attempt = len((folder / "attempts").read_text().split())
@@ -75,7 +77,7 @@ if plan.get("result", True):
         "vocab_size": 300, "split": "valid", "nll": 1.0, "perplexity": plan.get("perplexity", 2.0 + seed),
         "bleu": {"name": "sacreBLEU", "score": float(len(variant)), "signature": "tok:13a", **scored},
         "compound_split_bleu": {"name": "split", "score": 50.0, "signature": "tok:moses", **scored},
-        "beam_size": 4, "length_penalty": 0.6, "data": "d", "tokenizer": "t", "tgt_tokens": 9, "flops": 1e9,
+        "beam_size": 4, "length_penalty": 0.6, "data": data, "tokenizer": "t", "tgt_tokens": 9, "flops": 1e9,
         "hours": 0.1,
     }
     partial = folder / "partial"
@@ -440,13 +442,37 @@ def test_free_workers_go_on_beside_a_long_trial(bench):
     assert bench.attempts() == dict.fromkeys(["long/seed1", *(f"{name}/seed1" for name in short)], 1)
 
 
-def test_different_data_is_prepared_once_for_each(bench, base, tmp_path):
+def test_data_is_prepared_once_for_all(bench, base, tmp_path):
     bench.configure({**base, "data": {**base["data"], "root": str(tmp_path / "data")}})
-    bench.study("base", "same", {"name": "shorter", "set": {"data.max_length": 20}}, seeds=[1, 2])
-    bench.sweep()
-    stores = list((tmp_path / "data").iterdir())
-    assert len(stores) == 2
-    assert all(Store(store).fingerprint for store in stores)
+    bench.study("base", {"name": "batch", "set": {"data.tokens_per_update": 100}}, seeds=[1, 2])
+    assert bench.sweep() == 0
+    [store] = (tmp_path / "data").iterdir()
+    assert Store(store).fingerprint
+
+
+def test_a_variant_on_other_data_is_refused_before_anything_trains(bench, capsys):
+    bench.study("base", {"name": "shorter", "set": {"data.max_length": 20}})
+    assert bench.sweep() == 1
+    assert "shorter: data.max_length = 20 is other data than the first variant's" in capsys.readouterr().err
+    assert not bench.attempts()
+
+
+def test_another_text_under_results_is_refused_before_anything_trains(bench, base, tmp_path, capsys):
+    files = {}
+    for split in ("train", "valid"):
+        files[split] = [str(tmp_path / Path(file).name) for file in base["data"][split]]
+        for old, new in zip(base["data"][split], files[split], strict=True):
+            Path(new).write_bytes(Path(old).read_bytes())
+    bench.configure({**base, "data": {**base["data"], **files, "root": str(tmp_path / "data")}})
+    bench.study("base")
+    assert bench.sweep() == 0
+    for file in files["train"]:
+        Path(file).write_text(Path(file).read_text() + "one more\n")
+    bench.study("base", "more")
+    capsys.readouterr()
+    assert bench.sweep() == 1
+    assert re.search(r"base/seed1 has a result on data \w+, and the text is \w+ now", capsys.readouterr().err)
+    assert bench.attempts() == {"base/seed1": 1}
 
 
 # Trials that fail
@@ -784,20 +810,22 @@ def test_a_cell_comes_free_when_its_worker_is_dead(bench, worker, fresh, free):
     gone.wait()
     bench.study("base")
     engine = Engine(bench.file, bench.runs, 1, None)
-    engine.open()
-    claimed = engine.claim()
+    trials = engine.trials
+    trials.open()
+    claimed = trials.claim()
     assert claimed is not None
-    assert engine.claim() is None
+    assert trials.claim() is None
     name = worker.format(dead=gone.pid, alive=os.getpid())
-    engine.storage.set_trial_user_attr(claimed[1]._trial_id, "worker", name)
+    trials.storage.set_trial_user_attr(claimed[1]._trial_id, "worker", name)
     if not fresh:
         with sqlite3.connect(bench.folder / "optuna.db") as database:
             database.execute("UPDATE trial_heartbeats SET heartbeat = datetime('now', '-10 minutes')")
-    again = engine.claim()
+    again = trials.claim()
     assert (again is not None) == free
     states = bench.trials()["base/seed1"]
     assert states == ([TrialState.FAIL, TrialState.RUNNING] if free else [TrialState.RUNNING])
-    assert [cell for cell, state, _ in engine.grid() if state == "running"] == ["base/seed1"]
+    running = [cell for cell, state, _ in engine.grid() if state == "running"]
+    assert running == (["base/seed1"] if free or "{dead}" not in worker or "elsewhere" in worker else [])
 
 
 # Looking on
@@ -829,7 +857,7 @@ def test_status_shows_how_each_cell_stands(bench, capsys):
     }
     assert "bleu 4.00" in lines["base/seed1"]
     assert "exit status 3: out of luck" in lines["never/seed1"]
-    assert "75%, 1:23 left" in lines["slow/seed1"] and by in lines["slow/seed1"]
+    assert "update 3 of 4, 1:23 left" in lines["slow/seed1"] and by in lines["slow/seed1"]
     assert "starting" in lines["late/seed1"] and by in lines["late/seed1"]
 
 
@@ -846,12 +874,12 @@ def test_a_sweep_says_how_far_it_is(bench, monkeypatch):
     bench.plan(slow={"until": ["go"], "progress": '{"step": 1, "max_steps": 4, "seconds_left": 30.0}'})
     pid = bench.fork(workers=1)
     try:
-        wait_for(lambda: "slow/seed1 25%" in bench.said(pid), "progress is said")
+        wait_for(lambda: "slow/seed1 update 1 of 4" in bench.said(pid), "progress is said")
     finally:
         (bench.folder / "go").touch()
     assert ended(pid) == 0
-    line = next(line for line in bench.said(pid).splitlines() if "slow/seed1 25%" in line)
-    assert re.fullmatch(r"s: 1 of 3 done \| slow/seed1 25%, 0:30 left \| about [\d:]+ left", line)
+    line = next(line for line in bench.said(pid).splitlines() if "slow/seed1 update 1 of 4" in line)
+    assert re.fullmatch(r"s: 1 of 3 done \| slow/seed1 update 1 of 4, 0:30 left \| about [\d:]+ left", line)
 
 
 # The real thing
