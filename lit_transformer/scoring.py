@@ -14,11 +14,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lit_transformer.batching import UpdatePlan
 from lit_transformer.checkpoint import list_checkpoints, load_checkpoint, load_weights
 from lit_transformer.cli import ExperimentCLI
 from lit_transformer.module import Evaluation
 from lit_transformer.progress import say
 from lit_transformer.store import write_atomic, write_json
+from lit_transformer.transformer import TransformerConfig
 
 
 def score(cli: ExperimentCLI, trainer: pl.Trainer, split: str, checkpoint: Path, sentences: int = 0) -> Evaluation:
@@ -74,24 +76,30 @@ def facts(cli: ExperimentCLI, found: Evaluation, checkpoint: dict[str, Any]) -> 
     }
 
 
+def training_counts(plan: UpdatePlan, config: TransformerConfig, updates: int) -> dict[str, Any]:
+    """What the first so many updates take: tokens of each side, epochs, and FLOPs of their matrix products."""
+    uses = plan.uses(updates)
+    flops = config.forward_flops(plan.src_lengths, plan.tgt_lengths)
+    return {
+        "src_tokens": int((uses * plan.src_lengths).sum()),
+        "tgt_tokens": int((uses * plan.tgt_lengths).sum()),
+        "epochs": updates / plan.updates_per_epoch,
+        "flops": float(3 * (uses * flops).sum()),  # backward costs twice a forward pass
+    }
+
+
 def write_result(cli: ExperimentCLI, trainer: pl.Trainer, found: Evaluation, scored: Path, args: Sequence[str]) -> None:
     """result.json of a finished training, and what its sentences came out as; `args` as given to `fit`."""
     step, path = list_checkpoints(cli.folder / "checkpoints")[-1]
     last, checkpoint = load_checkpoint(path), load_checkpoint(scored)
     cli.datamodule.setup("fit")
-    plan = cli.datamodule.plan
-    uses = plan.uses(step)
-    flops = cli.model.config.forward_flops(plan.src_lengths, plan.tgt_lengths)
     device = torch.cuda.get_device_name() if trainer.strategy.root_device.type == "cuda" else "CPU"
     write_outputs(cli.folder, cli, found, "valid")
     write_json(
         cli.folder / "result.json",
         {
             **facts(cli, found, checkpoint),
-            "src_tokens": int((uses * plan.src_lengths).sum()),
-            "tgt_tokens": int((uses * plan.tgt_lengths).sum()),
-            "epochs": step / plan.updates_per_epoch,
-            "flops": float(3 * (uses * flops).sum()),  # backward costs twice a forward pass
+            **training_counts(cli.datamodule.plan, cli.model.config, step),
             "hours": last["training_seconds"] / 3600,
             "max_length": cli.datamodule.corpus.max_length,
             "device": device,

@@ -29,9 +29,10 @@ import optuna
 from optuna.trial import Trial, TrialState
 
 from lit_transformer.checkpoint import list_checkpoints
-from lit_transformer.commands import SWEEP_VARIABLE
+from lit_transformer.commands import SWEEP_VARIABLE, quiet
 from lit_transformer.corpus import prepare
 from lit_transformer.curves import read_curves
+from lit_transformer.plan import plan_study, table
 from lit_transformer.preflight import check, describe, note_failures, refuse_changes, refuse_other_data
 from lit_transformer.progress import clock, say
 from lit_transformer.results import build
@@ -332,9 +333,9 @@ def run_study(engine: Engine, out: Path, retry: bool) -> int:
 
 
 def sweep_command(args: Sequence[str]) -> int:
-    """Run a study, or say how it stands."""
+    """Run a study, say how it stands, or what it will take."""
     parser = argparse.ArgumentParser("lit-transformer sweep", allow_abbrev=False)
-    parser.add_argument("action", choices=("run", "status"))
+    parser.add_argument("action", choices=("run", "status", "plan"))
     parser.add_argument("study", type=Path, help="a file such as sweeps/demo.yaml")
     parser.add_argument("--workers", type=int, help="trials at a time; default: one for each core")
     parser.add_argument("--retry", action="store_true", help="try again what was given up after three failures")
@@ -348,6 +349,11 @@ def sweep_command(args: Sequence[str]) -> int:
     engine = Engine(options.study, options.runs, workers, options.storage)
     if options.action == "run":
         return run_study(engine, options.out, options.retry)
+    if options.action == "plan":
+        quiet()
+        rows = plan_study(engine.study, engine.file, engine.folder, engine.threads)
+        print(table(rows, engine.workers, engine.threads))
+        return 0
     if not (engine.folder / "study.json").is_file():
         raise ValueError(f"{engine.folder} holds no study yet: start it with `lit-transformer sweep run`")
     engine.trials.open()

@@ -27,7 +27,7 @@ ALLOWED = {
     "translate": {"sources", "module", "checkpoint", "corpus", "decode", "tokenizer"},
     "cli": {"module", "data", "checkpoint", "store", "transformer"},
     "tracking": {"cli", "store", "progress"},
-    "scoring": {"cli", "module", "checkpoint", "store", "progress"},
+    "scoring": {"cli", "module", "batching", "checkpoint", "store", "progress", "transformer"},
     "commands": {
         "tracking", "scoring", "cli", "callbacks", "translate", "module", "checkpoint", "corpus", "decode", "sources",
         "store", "progress",
@@ -35,9 +35,11 @@ ALLOWED = {
     "results": {"store"},
     "study": {"cli", "results"},
     "preflight": {"study", "cli", "store"},
+    "speed": {"cli", "module", "data", "tokenizer"},
+    "plan": {"study", "preflight", "speed", "scoring", "cli", "corpus", "progress"},
     "trials": {"study", "store", "progress"},
     "sweep": {
-        "study", "preflight", "trials", "commands", "results", "curves", "checkpoint", "sources", "corpus", "store",
+        "study", "preflight", "plan", "trials", "commands", "results", "curves", "checkpoint", "sources", "corpus", "store",
         "progress",
     },
     "__main__": {"commands", "sweep", "results"},
