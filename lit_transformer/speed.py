@@ -100,7 +100,8 @@ def _train_for_a_moment(cli: ExperimentCLI, text: Text) -> Speed:
     gpu = device.type == "cuda"
     if gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    with saved_bytes(lit) if not gpu else contextlib.nullcontext({}) as saved:
+    with contextlib.ExitStack() as stack:
+        saved = {} if gpu else stack.enter_context(saved_bytes(lit))
         seconds = _timed(device, lambda: _pass(trainer, lit, largest, 0))
     flops = _flops(lit, largest)
     optimizer.step()
