@@ -150,7 +150,7 @@ def _words(left: Sequence[Row], workers: int, threads: int) -> list[str]:
     return [
         words.replace(" 1 runs", " 1 run").replace(" 1 threads", " 1 thread") + ".",
         "Figures of a line are of one run; one that has begun counts whole.  FLOPs and tokens are what result.json",
-        "will hold.  Memory is of one process on its device at the largest micro-batch: a GPU's measured peak; on a CPU",
+        "will hold.  Memory is of one process on its device at the largest micro-batch: a GPU's measured peak; on CPUs",
         "weights, gradients, Adam's moments and kept activations, temporaries and libraries aside.  Hours are from a",
         "moment of training on this machine as busy as it is now, validation losses included; beam search,",
         "checkpoints, start-up and communication between processes come on top.",
