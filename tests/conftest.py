@@ -1,11 +1,14 @@
 """Small real runs for tests: a corpus of made-up words, a model of a few thousand parameters."""
 
 import random
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from bench import Bench
 
 from lit_transformer.callbacks import Checkpoints
 from lit_transformer.checkpoint import AtomicCheckpointIO, list_checkpoints
@@ -96,3 +99,48 @@ class Seen(pl.Callback):
 
     def on_validation_end(self, trainer, module):
         self.validated.append(trainer.global_step)
+
+
+# Sweeps
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """A sweep in this process changes them."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def small_base(tmp_path_factory) -> dict:
+    """A configuration of a run that is as small as can be."""
+    folder = tmp_path_factory.mktemp("corpus")
+    words = {"de": ["der", "hund", "katze", "sieht", "und"], "en": ["the", "dog", "cat", "sees", "and"]}
+    for split, first, lines in (("train", 1000, 60), ("valid", 100_000, 8)):
+        for language, vocabulary in words.items():
+            text = (" ".join(vocabulary[int(digit) % 5] for digit in str(first + 7 * i)) for i in range(lines))
+            (folder / f"{split}.{language}").write_text("".join(f"{line}\n" for line in text))
+    files = {split: [str(folder / f"{split}.{language}") for language in words] for split in ("train", "valid")}
+    return {
+        "model": {"num_layers": 1, "d_model": 16, "d_ff": 32, "num_heads": 2, "warmup": 2},
+        "data": {
+            "source": "files",
+            "src_lang": "de",
+            "tgt_lang": "en",
+            **files,
+            "vocab_size": 300,
+            "tokens_per_update": 200,
+            "max_tokens": 400,
+            "num_workers": 0,
+            "root": str(folder / "data"),
+        },
+        "trainer": {"accelerator": "cpu", "devices": 1, "max_steps": 4, "log_every_n_steps": 1},
+        "run": {"checkpoint_every": 2},
+    }
+
+
+@pytest.fixture
+def bench(tmp_path, small_base, signals) -> Bench:
+    return Bench(tmp_path, small_base)
