@@ -32,7 +32,7 @@ $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is missing: apt-get install python3 python3-venv"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --prefer-binary --constraint constraints.txt --editable ".[demo,dev]"
+	$(BIN)/python -m pip install --quiet --prefer-binary --constraint constraints.txt --editable ".[demo,postgresql,dev]"
 	@touch $@
 
 clean:

@@ -32,10 +32,6 @@ CURVES = {"perplexity": "val_perplexity", "bleu": "val_bleu"}  # what a trial re
 _OF_A_GROUP = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE")
 
 
-class Pruned(Exception):
-    """A search's trial that is not worth going on with."""
-
-
 class Engine:
     """A study's trials on this machine.
 
@@ -97,43 +93,46 @@ class Engine:
             process = subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
             )
-            pruned = False
+            reported: set[int] = set()
             try:
-                self._watch(process, trial, folder)
-            except Pruned:
-                pruned = True
+                pruned = self._watch(process, trial, folder, reported)
             finally:
                 _end(process)
-        if pruned:
+        finished = (folder / "result.json").is_file()
+        if pruned and not finished:  # it may have come to its end just then
             self._pruned(cell, trial)
-        elif self.stopping.is_set() and process.returncode:
+            return
+        self._report(trial, folder, reported)
+        if self.stopping.is_set() and process.returncode and not finished:
             trial.study.tell(trial.number, state=TrialState.FAIL)  # not its own fault: it is run again
-        elif process.returncode or not (folder / "result.json").is_file():
+        elif not finished or (process.returncode and not pruned):
             self._fail(cell, trial, _last_line(folder / "log.txt", log_start, process.returncode))
         else:
             self._complete(cell, trial, json.loads((folder / "result.json").read_text(encoding="utf-8")))
             self._durations.append(time.monotonic() - started)
 
-    def _watch(self, process: subprocess.Popen, trial: Trial, folder: Path) -> None:
-        """Until the trial ends or is to end: heartbeats, and what it reports, by update."""
-        beat, reported = time.monotonic(), set(self.trials.storage.get_trial(trial._trial_id).intermediate_values)
+    def _watch(self, process: subprocess.Popen, trial: Trial, folder: Path, reported: set[int]) -> bool:
+        """Until the trial ends or is to end, with heartbeats; True where a search had better go on without it."""
+        beat = time.monotonic()
         while process.poll() is None and not self.stopping.is_set():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.5)
             if time.monotonic() - beat >= HEARTBEAT_SECONDS:
                 beat = time.monotonic()
                 self.trials.storage.record_heartbeat(trial._trial_id)
-            self._report(trial, folder, reported)
-        self._report(trial, folder, reported, prune=False)
+            if self._report(trial, folder, reported) and self.study.search and trial.should_prune():
+                return True
+        return False
 
-    def _report(self, trial: Trial, folder: Path, reported: set[int], prune: bool = True) -> None:
+    def _report(self, trial: Trial, folder: Path, reported: set[int]) -> bool:
+        """What the trial has found on its way, by update, once each; whether there was anything new."""
         # From here, not from the trial: with several ranks, and with every storage, one process speaks to Optuna.
-        for step, value in read_curves(folder).get(CURVES[self.study.metric], {}).items():
-            if step not in reported:
-                reported.add(step)
-                trial.report(value if math.isfinite(value) else math.nan, step)
-                if prune and self.study.search and trial.should_prune():
-                    raise Pruned
+        curve = read_curves(folder).get(CURVES[self.study.metric], {})
+        new = [step for step in curve if step not in reported]
+        for step in new:
+            trial.report(curve[step] if math.isfinite(curve[step]) else math.nan, step)
+        reported.update(new)
+        return bool(new)
 
     def _complete(self, cell: Cell, trial: Trial, found: dict[str, Any]) -> None:
         scores: dict[str, float | None] = {"bleu": found["bleu"]["score"], "perplexity": found["perplexity"]}

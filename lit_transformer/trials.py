@@ -24,7 +24,7 @@ import optuna
 import sqlalchemy
 from optuna.storages import BaseStorage, RDBStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, PendingRollbackError, SQLAlchemyError
 
 from lit_transformer.progress import say
 from lit_transformer.store import write_atomic
@@ -55,7 +55,7 @@ class PatientStorage(RDBStorage):
         while True:
             try:
                 return method(*args, **options)
-            except (DBAPIError, optuna.exceptions.StorageInternalError) as error:
+            except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
                 reason = _what_the_database_says(error)
                 if reason is None:
                     raise
@@ -88,6 +88,8 @@ def _what_the_database_says(error: BaseException) -> str | None:
     """Its words where waiting may help or the disk is full; None where the fault is another one."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, DBAPIError):
+        if isinstance(cause, PendingRollbackError):
+            return "a connection broke in the middle of a transaction"
         cause = cause.__cause__
     if cause is None:
         return None

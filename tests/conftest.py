@@ -142,5 +142,7 @@ def small_base(tmp_path_factory) -> dict:
 
 
 @pytest.fixture
-def bench(tmp_path, small_base, signals) -> Bench:
-    return Bench(tmp_path, small_base)
+def bench(tmp_path, small_base, signals) -> Iterator[Bench]:
+    bench = Bench(tmp_path, small_base)
+    yield bench
+    bench.kill()
