@@ -47,7 +47,7 @@ def differences(table: Table) -> bytes:
         axis.set_xlabel(f"difference to {table.rows[0]['variant']} in {_NAMES[measure]} ({better} is better)")
         axis.xaxis.label.set_parse_math(False)
     axes[0].set_yticks(range(len(shown)), [row["variant"] for row in shown], parse_math=False)
-    axes[0].invert_yaxis()
+    axes[0].set_ylim(max(len(shown), 1) - 0.4, -0.6)
     axes[1].legend(fontsize="small", framealpha=0.9)
     return _image(figure, "png")
 
