@@ -140,7 +140,8 @@ def _papers(row: Row, base: Row, paper: Mapping[str, Mapping[str, str]]) -> dict
 
 
 def _minus(value: float | None, base: float | None) -> float | None:
-    return None if value is None or base is None else value - base
+    # A run that diverged differs from base by no number.
+    return value - base if value is not None and base is not None and math.isfinite(value - base) else None
 
 
 def flops_by_time(result: Mapping[str, Any]) -> float | None:

@@ -9,7 +9,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from bench import Bench
+from results_folder import Folder, scores, variant
 
+from lit_transformer import results
 from lit_transformer.callbacks import Checkpoints
 from lit_transformer.checkpoint import AtomicCheckpointIO, list_checkpoints
 from lit_transformer.data import TranslationDataModule
@@ -146,3 +148,39 @@ def bench(tmp_path, small_base, signals) -> Iterator[Bench]:
     bench = Bench(tmp_path, small_base)
     yield bench
     bench.kill()
+
+
+@pytest.fixture
+def folder(tmp_path) -> Folder:
+    return Folder(tmp_path)
+
+
+@pytest.fixture
+def whole(folder) -> Folder:
+    """Rows of every kind: two seeds, one seed, none, one that the paper does not have, one that failed."""
+    folder.study(
+        variant("base"),
+        variant("one-head", {"num_heads": 1}, "A-h1"),
+        variant("late", {"num_layers": 1}, "C-N2"),
+        variant("half", {"d_ff": 256, "trainer.max_steps": 9}, "C-ff1024"),
+        variant("own", {"warmup": 8}),
+        variant("broken", {"d_model": 4096}, "C-d1024", "exit status 1: out of memory"),
+        seeds=(1, 2),
+    )
+    folder.add(
+        scores("base", 1, 10.0, 20.0, hours=1.0),
+        scores("base", 2, 12.0, 23.0, hours=2.0),
+        scores("one-head", 1, 14.5, 18.0),
+        scores("one-head", 2, 15.5, 18.5),
+        scores("half", 1, 11.25, 21.5, parameters=7654321, updates=9),
+        scores("own", 2, 9.0, 25.0),
+    )
+    folder.build()
+    return folder
+
+
+@pytest.fixture
+def unplotted(monkeypatch) -> None:
+    """For many small tables: a plot takes longer than all the rest."""
+    monkeypatch.setattr(results, "differences", lambda table: b"")
+    monkeypatch.setattr(results, "learning_curves", lambda rows: b"")
