@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -86,7 +87,10 @@ def write_together(files: Mapping[Path, bytes]) -> None:
         with contextlib.ExitStack() as stack:
             # Each has its full content on the disk before the first one takes its name.
             for path, content in files.items():
-                stack.enter_context(atomic_file(path)).write(content)
+                file = stack.enter_context(atomic_file(path))
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
     except BaseException:
         for path, old in before.items():
             with contextlib.suppress(OSError):

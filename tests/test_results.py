@@ -76,8 +76,55 @@ def test_a_write_that_breaks_off_leaves_that_file_as_it_was(whole, monkeypatch, 
     with pytest.raises(OSError, match="No space"):
         whole.build()
     monkeypatch.undo()
-    assert whole.files()[f"s.{which}"] == before[f"s.{which}"]
-    assert set(whole.files()) == set(before)
+    assert whole.files() == before
+
+
+@pytest.mark.parametrize("which", ENDINGS)
+def test_a_folder_where_a_file_belongs_stops_all_of_them(whole, which, capsys):
+    whole.add(scores("late", 1, 1.0, 99.0))
+    (whole.out / f"s.{which}").unlink()
+    (whole.out / f"s.{which}").mkdir()
+    before = {file.name: file.read_bytes() for file in whole.out.iterdir() if file.is_file()}
+    assert main(["results", "s", "--runs", str(whole.runs), "--out", str(whole.out)]) == 1
+    message = capsys.readouterr().err
+    assert str(whole.out / f"s.{which}") in message and len(message.splitlines()) == 1
+    assert {file.name: file.read_bytes() for file in whole.out.iterdir() if file.is_file()} == before
+
+
+def test_files_that_were_not_there_are_not_left_by_a_build_that_fails(folder, monkeypatch):
+    folder.study(variant("base"))
+    replace = results.write_atomic.__globals__["os"].replace
+
+    def breaks(source, target):
+        if str(target).endswith("md"):
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr("os.replace", breaks)
+    with pytest.raises(OSError, match="No space"):
+        folder.build()
+    assert folder.files() == {}
+
+
+def test_nothing_is_written_into_the_runs(whole):
+    """They may lie where they can only be read."""
+    whole.build()
+    names = {file.name for file in whole.runs.rglob("*") if file.is_file()}
+    assert names == {"study.json", "result.json"}
+
+
+def test_each_file_is_whole_before_the_first_takes_its_name(tmp_path, monkeypatch):
+    files = {tmp_path / name: name.encode() for name in ("a", "b", "c")}
+    replace, seen = results.write_atomic.__globals__["os"].replace, []
+
+    def watched(source, target):
+        seen.append(sorted(path.read_bytes() for path in tmp_path.iterdir()))
+        replace(source, target)
+
+    monkeypatch.setattr("os.replace", watched)
+    results.write_together(files)
+    assert seen == [[b"a", b"b", b"c"]] * 3
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == files
 
 
 def _build(runs: Path, out: Path, times: int) -> None:
@@ -135,3 +182,9 @@ def test_tables_need_none_of_the_libraries_that_train():
         "import sys, lit_transformer.results as r; sys.exit(bool({'torch', 'lightning', 'optuna'} & {*sys.modules}))"
     )
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+def test_a_study_that_is_named_compare_can_be_asked_for(whole, capsys):
+    (whole.runs / "s").rename(whole.runs / "compare")
+    assert main(["results", "--runs", str(whole.runs), "--out", str(whole.out), "--", "compare"]) == 0
+    assert (whole.out / "compare.md").is_file()
