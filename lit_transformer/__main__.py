@@ -14,7 +14,7 @@ COMMANDS = {
     "translate": "one line out for each line in",
     "average": "average a run's newest checkpoints",
     "sweep": "run a study: all its variants and seeds",
-    "results": "tables and plots from result files",
+    "results": "table, plots and report of a study; or two runs compared",
 }
 USAGE = "usage: lit-transformer COMMAND [...]\n\ncommands (each explains itself with --help):\n" + "".join(
     f"  {name:<10} {text}\n" for name, text in COMMANDS.items()
