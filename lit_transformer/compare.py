@@ -88,7 +88,9 @@ def describe(a: Side, b: Side, found: Comparison, sentences: int) -> str:
     """What is printed: both scores, their difference, and the sentences that differ most."""
     first = next(iter(a.results.values()))
     scores = [pooled([side.outputs[seed] for seed in found.seeds]) for side in (a, b)]
-    seeds = "" if found.seeds == [0] else f", seeds {', '.join(map(str, found.seeds))} pooled"
+    seeds = f", seeds {', '.join(map(str, found.seeds))} pooled" if len(found.seeds) > 1 else f", seed {found.seeds[0]}"
+    seeds = "" if found.seeds == [0] else seeds
+    together = ", each with all its seeds" if len(found.seeds) > 1 else ""
     lines = [
         f"A: {a.name}",
         f"B: {b.name}",
@@ -99,7 +101,7 @@ def describe(a: Side, b: Side, found: Comparison, sentences: int) -> str:
         _line("perplexity", scores[0][1], scores[1][1], found.perplexity),
         "",
         f"BLEU: {first['bleu']['signature']}; p by sacreBLEU's paired bootstrap ({found.signature})",
-        f"intervals: {RESAMPLES:,} paired resamples of the sentences{', each with all its seeds' if seeds else ''}",
+        f"intervals: {RESAMPLES:,} paired resamples of the sentences{together}",
     ]
     pairs = [(seed, a.outputs[seed], b.outputs[seed]) for seed in found.seeds]
     deltas = np.concatenate([theirs.chrf - ours.chrf for _, ours, theirs in pairs])

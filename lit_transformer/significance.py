@@ -145,10 +145,11 @@ class Agreement:
     why_not: str = ""
 
     def __str__(self) -> str:
+        rows = f"{self.rows} row{'' if self.rows == 1 else 's'}"
         if self.rho is None:
-            return f"{self.why_not} ({self.rows} rows)"
+            return f"{self.why_not} ({rows})"
         interval = f", 95% interval {self.low:+.2f} to {self.high:+.2f}" if self.low is not None else ""
-        return f"{self.rho + 0.0:+.2f}{interval} ({self.rows} rows)"
+        return f"{self.rho + 0.0:+.2f}{interval} ({rows})"
 
 
 def agreement(pairs: Sequence[tuple[float, float]]) -> Agreement:

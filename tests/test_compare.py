@@ -54,7 +54,7 @@ def test_two_rows_over_the_seeds_that_both_have(rows, capsys):
     perplexities = [math.exp(0.5), math.e]
     expected = [*perplexities, *[perplexities[1] - perplexities[0]] * 3]
     assert found["perplexity"] == pytest.approx(expected, abs=0.006)
-    assert "seeds 2 pooled" in printed and SACRE in printed
+    assert "40 sentences, seed 2\n" in printed and SACRE in printed
     systems = [("a", BASE), ("b", OTHER)]
     _, tested = PairedTest(systems, {"BLEU": BLEU()}, [REFERENCES], test_type="bs")()
     p = tested["BLEU"][1].p_value

@@ -199,7 +199,7 @@ def test_the_same_or_the_opposite_order(sign):
 @pytest.mark.parametrize("rows", range(4))
 def test_few_rows_say_nothing(rows):
     found = agreement(PAIRS[:rows])
-    assert found.rho is None and str(found) == f"too few rows ({rows} rows)"
+    assert found.rho is None and str(found) == f"too few rows ({rows} row{'s' * (rows != 1)})"
 
 
 def test_differences_that_are_all_the_same_have_no_order():
