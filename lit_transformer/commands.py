@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lightning.fabric.utilities.rank_zero import _get_rank
+from lightning.pytorch.loggers import CSVLogger
 
 from lit_transformer.callbacks import Checkpoints, Progress
 from lit_transformer.checkpoint import average_checkpoints, list_checkpoints, load_checkpoint, newest_checkpoint
@@ -27,7 +28,7 @@ from lit_transformer.progress import say
 from lit_transformer.scoring import facts, print_scores, score, write_outputs, write_result
 from lit_transformer.sources import read_lines
 from lit_transformer.store import Store, atomic_file, write_json
-from lit_transformer.tracking import loggers
+from lit_transformer.tracking import tracked
 from lit_transformer.translate import Translator, best_device
 
 SWEEP_VARIABLE = "LIT_TRANSFORMER_SWEEP"  # process id of the sweep that a trial belongs to
@@ -67,7 +68,7 @@ def fit_command(args: Sequence[str]) -> int:
     _stop_with_the_sweep()
     cli = ExperimentCLI(args, "fit")
     folder, max_steps = cli.folder, cli.trainer_config.max_steps
-    with locked(folder):
+    with locked(folder), contextlib.ExitStack() as at_the_end:
         checkpoints = list_checkpoints(folder / "checkpoints")
         reached = checkpoints[-1][0] if checkpoints else 0
         if reached > max_steps:
@@ -90,11 +91,12 @@ def fit_command(args: Sequence[str]) -> int:
         if not _get_rank():
             departures = ", ".join(cli.departures()) or "nothing"
             say(f"{cli.model.model.num_parameters:,} parameters; departs from the paper's base in: {departures}")
+        wandb_run = at_the_end.enter_context(tracked(cli, reached))
         if reached < max_steps:
             if reached:
                 say(f"{folder}: going on after update {reached:,}")
             newest = checkpoints[-1][1] if checkpoints else None
-            trainer.loggers = loggers(cli)
+            trainer.loggers = [CSVLogger(folder, name="csv"), *([wandb_run] if wandb_run else [])]
             try:
                 trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=newest, weights_only=True)
             except SystemExit:
@@ -108,6 +110,8 @@ def fit_command(args: Sequence[str]) -> int:
         found = score(cli, trainer, "valid", scored)
         if trainer.is_global_zero:
             write_result(cli, trainer, found, scored, args)
+        if wandb_run:
+            wandb_run.log_result(folder)
     return 0
 
 

@@ -26,7 +26,8 @@ ALLOWED = {
     "callbacks": {"module", "checkpoint", "store", "progress"},
     "translate": {"sources", "module", "checkpoint", "corpus", "decode", "tokenizer"},
     "cli": {"module", "data", "checkpoint", "store", "transformer"},
-    "tracking": {"cli", "store", "progress"},
+    "wandb_file": set(),
+    "tracking": {"cli", "curves", "store", "progress", "wandb_file"},
     "scoring": {"cli", "module", "batching", "checkpoint", "store", "progress", "transformer"},
     "commands": {
         "tracking", "scoring", "cli", "callbacks", "translate", "module", "checkpoint", "corpus", "decode", "sources",
