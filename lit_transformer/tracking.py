@@ -6,6 +6,7 @@ import contextlib
 import json
 import netrc
 import os
+import time
 import urllib.parse
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from lit_transformer.cli import ExperimentCLI
 from lit_transformer.curves import read_curves
 from lit_transformer.progress import say
 from lit_transformer.store import write_atomic
-from lit_transformer.wandb_file import last_update
+from lit_transformer.wandb_file import last_update, mend, records
 
 SAMPLES = 20
 FILES = ("hypotheses.valid.txt", "sentences.valid.jsonl", "result.json", "config.yaml")
@@ -70,6 +71,9 @@ class WandbRun(Logger):
             self._try(lambda run: run.log(row, step=update))
             self._logged = update
         self._row = {}
+
+    def finalize(self, status: str) -> None:
+        """Scoring is still to come; and what an interrupted update has so far is not sent."""
 
     def catch_up(self, folder: Path, reached: int) -> None:
         """Log from the csv files what stands before the checkpoint that the run goes on from, and not yet in wandb."""
@@ -154,6 +158,7 @@ def _start(cli: ExperimentCLI) -> WandbRun | None:
             say("wandb: no key found, writing offline")
     for mode in modes:
         try:
+            mend(cli.folder / "wandb")
             run = wandb.init(
                 mode=mode,
                 id=identity.read_text(),  # the same run after a resume
@@ -168,9 +173,10 @@ def _start(cli: ExperimentCLI) -> WandbRun | None:
                     finish_timeout=60,
                     silent=True,  # a sweep takes a trial's last line for the reason of its failure
                     console="off",
-                    x_transaction_log_flush_interval=1,  # seconds that a killed run may lose, its name among them
+                    x_transaction_log_flush_interval=0.2,  # seconds that a killed run may lose
                 ),
             )
+            _wait_for_its_name(Path(run.settings.sync_file))
             logged = run.step - 1 if mode == "online" else last_update(cli.folder / "wandb")
         except Exception as error:
             say(f"wandb: {_plain(error)}; going on {'offline' if mode != modes[-1] else 'without it'}")
@@ -181,6 +187,14 @@ def _start(cli: ExperimentCLI) -> WandbRun | None:
             say(f"wandb: writing offline; `wandb sync {cli.folder / 'wandb'}` sends it later")
         return WandbRun(run, logged)
     return None
+
+
+def _wait_for_its_name(file: Path) -> None:
+    """Killed before it stands on disk of which run this is, the session would keep all others from being sent."""
+    for _ in range(50):
+        if file.is_file() and any(record.HasField("run") for record in records(file)):
+            return
+        time.sleep(0.1)
 
 
 def _log_result(run: Any, folder: Path) -> None:
