@@ -37,11 +37,12 @@ class WandbRun(Logger):
     Args:
         run: wandb's.
         logged: the last update in its history.
+        folder: wandb's, in that of the run.
     """
 
-    def __init__(self, run: Any, logged: int) -> None:
+    def __init__(self, run: Any, logged: int, folder: Path) -> None:
         super().__init__()
-        self._run, self._logged = run, logged
+        self._run, self._logged, self._folder = run, logged, folder
         self._update, self._row = 0, {}  # type: int, dict[str, float]
         self._try(lambda run: run.define_metric("*", step_metric="update"))
 
@@ -99,6 +100,8 @@ class WandbRun(Logger):
         self._try(lambda run: run.finish(exit_code=status))
         with contextlib.suppress(Exception):
             wandb.teardown(exit_code=status)
+        with contextlib.suppress(Exception):
+            mend(self._folder)  # a full disk cuts files too
 
     def _try(self, action: Callable[[Any], Any]) -> None:
         if self._run is None:
@@ -185,7 +188,7 @@ def _start(cli: ExperimentCLI) -> WandbRun | None:
             continue
         if mode == "offline":
             say(f"wandb: writing offline; `wandb sync {cli.folder / 'wandb'}` sends it later")
-        return WandbRun(run, logged)
+        return WandbRun(run, logged, cli.folder / "wandb")
     return None
 
 
