@@ -23,7 +23,9 @@ from lit_transformer.sentences import Sentences, read_sentences
 from lit_transformer.store import atomic_file, write_atomic
 from lit_transformer.table import tabulate, to_csv, to_markdown
 
-__all__ = ["build", "read_paper", "results_command"]
+__all__ = ["ENDINGS", "build", "read_paper", "results_command"]
+
+ENDINGS = ".csv, .md, .png, .curves.svg, .html"
 
 
 def build(runs: Path, name: str, out: Path) -> str:
@@ -116,5 +118,5 @@ def results_command(args: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the tables")
     options = parser.parse_args(args)
     print(build(options.runs, options.study, options.out))
-    print(f"written: {options.out / options.study}.csv, .md, .png, .curves.svg, .html")
+    print(f"written: {options.out / options.study}{ENDINGS}")
     return 0

@@ -3,7 +3,7 @@
 sweeps/NAME.yaml -> Study, every variant checked before anything trains
                  -> one finished Optuna trial for each (variant, seed), or so many trials of a search
                  -> runs/NAME/VARIANT/seedN/, filled by the command a user would type
-                 -> results/NAME.{csv,md,png}
+                 -> results/NAME.{csv,md,png,curves.svg,html}
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lit_transformer.engine import Engine
 from lit_transformer.plan import plan_study, table
 from lit_transformer.preflight import check, describe, note_failures, refuse_changes, refuse_other_data
 from lit_transformer.progress import say
-from lit_transformer.results import build
+from lit_transformer.results import ENDINGS, build
 from lit_transformer.sources import CorpusConfig
 from lit_transformer.store import Store
 from lit_transformer.trials import MAX_FAILURES
@@ -79,7 +79,7 @@ def run_study(engine: Engine, out: Path, retry: bool) -> int:
     without = failed | {cell: why for cell, state, why in engine.grid() if state == "pruned"}
     note_failures(engine.folder, {cell.rpartition("/")[0]: why for cell, why in without.items()})
     print(build(engine.folder.parent, name, out))
-    print(f"written: {out / name}.csv, .md, .png")
+    print(f"written: {out / name}{ENDINGS}")
     for cell, reason in failed.items():
         say(f"{name}: {cell} was given up after {MAX_FAILURES} failures (--retry tries again): {reason}")
     return 1 if failed else 0
