@@ -295,6 +295,48 @@ def test_bleu_in_the_result_is_the_sacrebleu_commands(corpus, finished):
     assert ours["signature"] == f"{theirs['signature']}"
 
 
+def test_every_sentence_is_kept_with_what_made_the_scores(corpus, finished):
+    """sentences.valid.jsonl holds all that comparisons of two runs need."""
+    result = read_json(finished / "result.json")
+    rows = [json.loads(line) for line in lines(finished / "sentences.valid.jsonl")]
+    assert [row["source"] for row in rows] == lines(corpus / "valid.src")
+    assert [row["reference"] for row in rows] == lines(corpus / "valid.tgt")
+    assert [row["hypothesis"] for row in rows] == lines(finished / "hypotheses.valid.txt")
+    assert sum(row["tgt_tokens"] for row in rows) == result["tokens"]
+    assert sum(row["nll"] for row in rows) / result["tokens"] == pytest.approx(result["nll"], rel=1e-6)
+    assert sum(not row["finished"] for row in rows) == result["unfinished"]
+    tokenizer = Tokenizer(newest(finished)["TranslationDataModule"]["tokenizer_model"])
+    for row in rows:
+        assert row["src_tokens"] == len(tokenizer.encode([row["source"]])[0]) + 1
+
+
+def test_an_average_at_the_end_is_what_average_and_validate_find(corpus, copied, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(["fit", *arguments(corpus, run, run__average=3)]) == 0
+    result = read_json(run / "result.json")
+    assert [entry["step"] for entry in result["averaged"]] == [16, 20, 24]
+    assert result["updates"] == UPDATES
+    assert main(["validate", str(copied), "--average", "3"]) == 0
+    assert read_json(copied / "validate.json")["nll"] == pytest.approx(result["nll"], rel=1e-6)
+    assert main(["fit", *arguments(corpus, run)]) == 1
+    assert "run.average = 3, this command has 1" in capsys.readouterr().err
+
+
+def test_more_checkpoints_to_average_than_are_kept_are_refused(corpus, tmp_path, capsys):
+    assert main(["fit", *arguments(corpus, tmp_path / "run", run__average=6)]) == 1
+    assert "run.average = 6: run.keep_checkpoints = 5 keeps fewer" in one_error(capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_of_an_older_version_without_some_key_goes_on(corpus, copied):
+    """Its configuration lacks what has come since; it did what the default does."""
+    config = yaml.safe_load((copied / "config.yaml").read_text())
+    del config["model"]["norm"], config["model"]["warmup_start"], config["run"]["average"]
+    (copied / "config.yaml").write_text(yaml.safe_dump(config))
+    assert main(["fit", *arguments(corpus, copied)]) == 0
+    assert main(["fit", *arguments(corpus, copied, model__norm="pre")]) == 1
+
+
 def test_a_few_sentences_get_a_number_with_a_note(finished):
     assert "few" in read_json(finished / "result.json")["bleu"]["note"]
     assert "few sentences" in (finished.parent / "stdout").read_text()

@@ -10,7 +10,7 @@ from conftest import Seen, make_data, make_module, make_trainer, train
 from torch.nn import functional as F
 
 from lit_transformer.data import collate
-from lit_transformer.module import LitTransformer, TrainingError, learning_rate, token_losses
+from lit_transformer.module import LitTransformer, TrainingError, learning_rate, sentence_nll, token_losses
 from lit_transformer.tokenizer import PAD_ID
 
 
@@ -18,6 +18,11 @@ from lit_transformer.tokenizer import PAD_ID
 @pytest.mark.parametrize(("step", "rate"), [(1, 1.747e-7), (4000, 6.988e-4), (16000, 3.494e-4)])
 def test_learning_rate_is_the_papers(step, rate):
     assert learning_rate(step, 512, 4000) == pytest.approx(rate, rel=2e-4)
+
+
+def test_without_warmup_the_peak_stands_from_the_first_update_and_nothing_else_changes():
+    given = [learning_rate(step, 512, 4000, start="peak") for step in (1, 2000, 4000, 16000)]
+    assert given == pytest.approx([6.988e-4, 6.988e-4, 6.988e-4, 3.494e-4], rel=2e-4)
 
 
 def test_learning_rate_without_warmup_starts_at_its_peak_and_is_finite():
@@ -240,3 +245,21 @@ def test_all_pad_rows_beside_others_stay_finite_when_compiled(precise):
     assert math.isfinite(loss)
     assert all(torch.isfinite(grad).all() for grad in grads)
     torch.testing.assert_close(alone, beside, atol=1e-6 if precise else 2e-2, rtol=0)
+
+
+def test_the_nll_of_sentences_is_that_of_their_tokens():
+    torch.manual_seed(0)
+    logits, targets = torch.randn(3, 5, 11), torch.randint(4, 11, (3, 5))
+    targets[1, 2:] = PAD_ID
+    targets[2] = PAD_ID
+    each = sentence_nll(logits, targets)
+    for row, length in enumerate((5, 2, 0)):
+        by_hand = -sum(logits[row, t].softmax(0)[targets[row, t]].log() for t in range(length))
+        assert each[row].item() == pytest.approx(float(by_hand), abs=1e-5)
+    assert each.sum().item() == pytest.approx(token_losses(logits, targets, 0.1)[1].item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("value", ["none", "Zero", ""])
+def test_a_start_of_the_warmup_that_is_none_is_refused(value):
+    with pytest.raises(ValueError, match=r"warmup_start = .* must be 'zero' or 'peak'"):
+        LitTransformer(vocab_size=11, warmup_start=value)

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -425,7 +426,7 @@ def shipped(tmp_path_factory) -> dict[str, tuple[Study, dict]]:
 def test_every_study_resolves_from_anywhere_without_its_data(shipped, name):
     study, resolved = shipped[name]
     assert study.name == name
-    assert list(resolved) == [str(cell) for cell in study.cells()]
+    assert list(resolved) == ([str(cell) for cell in study.cells()] or ["base/seed1"])
 
 
 def test_table3_has_the_papers_rows_in_its_order_field_by_field(shipped):
@@ -481,3 +482,120 @@ def test_the_demos_variants_change_what_their_rows_of_the_paper_change(shipped):
         for key in ours.keys() - {"position"}:
             less, published = (float(a) < float(b) for a, b in (ours[key], theirs[key]))
             assert less == published, (variant.name, key)
+
+
+# The same rows at another size
+
+
+def test_table3_mini_is_table3_at_a_quarter_of_the_width(shipped):
+    (whole, big), (mini, small) = shipped["table3"], shipped["table3-mini"]
+    assert [v.name for v in mini.variants] == [v.name for v in whole.variants]
+    for variant in whole.variants:
+        theirs, ours = (found[f"{variant.name}/seed1"] for found in (big, small))
+        a, b = (TransformerConfig(**{k: found["model"][k] for k in FIELDS_OF_MODEL}) for found in (theirs, ours))
+        for field in ("d_model", "d_ff", "d_k", "d_v"):
+            assert getattr(b, field) * 4 == getattr(a, field), (variant.name, field)
+        for field in ("num_layers", "num_heads", "dropout", "position"):
+            assert getattr(b, field) == getattr(a, field), (variant.name, field)
+        assert ours["model"]["label_smoothing"] == theirs["model"]["label_smoothing"]
+        ratio = theirs["trainer"]["max_steps"] / 100_000
+        assert ours["trainer"]["max_steps"] == small["base/seed1"]["trainer"]["max_steps"] * ratio
+
+
+FIELDS_OF_MODEL = ("num_layers", "d_model", "d_ff", "num_heads", "d_k", "d_v", "dropout", "position", "max_positions")
+ROWS = """
+name: rows
+config: [base.yaml]
+variants: [{name: base}, {name: wide, set: {model.d_ff: 64, trainer.max_steps: 12}}, {name: dk, set: {d_k: 3}}]
+"""
+
+
+def scaled(tmp_path, **fields):
+    write(tmp_path)
+    (tmp_path / "rows.yaml").write_text(ROWS)
+    fields = {"name": "mini", "config": ["base.yaml"], "rows": "rows.yaml", **fields}
+    (tmp_path / "mini.yaml").write_text(json.dumps(fields))
+    return tmp_path / "mini.yaml"
+
+
+def test_rows_scale_with_width_and_steps_with_the_base(tmp_path):
+    base = {"d_model": 32, "d_ff": 64, "trainer.max_steps": 8}
+    study = read_study_file(scaled(tmp_path, width=2.0, set=base))
+    assert [variant.set for variant in study.variants] == [
+        {},
+        {"model.d_ff": 128, "trainer.max_steps": 24},
+        {"d_k": 6},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        pytest.param({"width": 2.0}, "need a base of model.d_model = 32, the configuration has 16", id="another base"),
+        pytest.param({"width": 0.5, "set": {"d_model": 8, "d_ff": 16}}, "dk: d_k = 3 into 1.5", id="no whole number"),
+        pytest.param({"variants": [{"name": "a"}]}, "leave `variants` out", id="rows and variants"),
+        pytest.param({"rows": "none.yaml"}, "none.yaml", id="no such study"),
+        pytest.param({"set": {"dropout": 0.5}}, "model.dropout = 0.1, the configuration has 0.5", id="another dropout"),
+    ],
+)
+def test_rows_that_cannot_be_had_at_this_size_are_refused(tmp_path, fields, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        read_study_file(scaled(tmp_path, **fields))
+
+
+def test_a_width_without_rows_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"width = 2\.0 scales the variants of `rows`"):
+        read_study_file(write(tmp_path, with_variants("[{name: a}]", width="2.0")))
+
+
+# One training scored in several ways, and searches
+
+
+@pytest.mark.parametrize(
+    ("variants", "words"),
+    [
+        ("[{name: a}, {name: b, trained_by: c}]", "trained_by = 'c' must name a variant of this study"),
+        ("[{name: a, trained_by: b}, {name: b, trained_by: a}]", "must name a variant of this study that trains"),
+        ("[{name: a}, {name: b, trained_by: a, set: {d_ff: 8}}]", "a trains it, but model.d_ff = 32 there and 8 here"),
+    ],
+)
+def test_a_variant_that_another_one_cannot_train_is_refused(tmp_path, variants, words):
+    file = write(tmp_path, with_variants(variants))
+    with pytest.raises(ValueError, match=words):
+        check(read_study_file(file), file, tmp_path / "runs")
+
+
+@pytest.mark.parametrize(
+    ("search", "words"),
+    [
+        ("{trials: 0, space: {warmup: {low: 1, high: 2}}}", "trials = 0"),
+        ("{trials: 3, space: {}}", "space of 0 keys"),
+        ("{trials: 3, space: {warmup: {low: 5, high: 2}}}", "low = 5, high = 2"),
+        ("{trials: 3, space: {warmup: {low: 0, high: 2, log: true}}}", "above 0 with log"),
+        ("{trials: 3, space: {warmup: {choices: []}}}", "choices = \\[\\]"),
+        ("{trials: 3, space: {warmup: {choices: [1], low: 2}}}", "no low, high or log beside"),
+        ("{trials: 3, space: {warmup: {low: 0, high: 20}}}", "warmup = 0"),
+        ("{trials: 3, space: {wramup: {low: 1, high: 20}}}", "wramup"),
+        ("{trials: 3, space: {run.dir: {choices: [a, b]}}}", "run.dir"),
+        ("{trials: 3, prune_after: -1, space: {warmup: {low: 1, high: 2}}}", "prune_after = -1"),
+    ],
+)
+def test_a_search_that_cannot_run_is_refused_before_anything_trains(tmp_path, search, words):
+    write(tmp_path)
+    (tmp_path / "search.yaml").write_text(f"{{name: s, config: [base.yaml], metric: perplexity, search: {search}}}")
+    with pytest.raises(ValueError, match=words):
+        check(read_study_file(tmp_path / "search.yaml"), tmp_path / "search.yaml", tmp_path / "runs")
+
+
+def test_a_search_by_bleu_needs_bleu_at_validations(tmp_path):
+    write(tmp_path)
+    space = "search: {trials: 2, space: {warmup: {low: 1, high: 2}}}"
+    (tmp_path / "search.yaml").write_text(f"{{name: s, config: [base.yaml], set: {{bleu_every: 0}}, {space}}}")
+    with pytest.raises(ValueError, match=r"model\.bleu_every = 0 has none"):
+        check(read_study_file(tmp_path / "search.yaml"), tmp_path / "search.yaml", tmp_path / "runs")
+
+
+def test_a_search_makes_its_own_variants(tmp_path):
+    search = "{trials: 2, space: {warmup: {low: 1, high: 2}}}"
+    with pytest.raises(ValueError, match="leave out variants, rows, more seeds"):
+        read_study_file(write(tmp_path, with_variants("[{name: a}]", search=search)))

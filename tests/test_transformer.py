@@ -22,6 +22,8 @@ VARIANTS = {
     "three heads, d_k < d_v, learned": {"d_k": 2, "d_v": 5, **LEARNED},
     "one head, d_k > d_v": {"num_heads": 1, "d_k": 7, "d_v": 3},
     "one head, learned": {"num_heads": 1, **LEARNED},
+    "pre-norm, unscaled, no positions": {"norm": "pre", "scale_attention": False, "position": "none"},
+    "pre-norm, learned": {"norm": "pre", **LEARNED},
 }
 each_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
 
@@ -71,7 +73,9 @@ class Reference:
                 query = w_q[h * d_k : (h + 1) * d_k] @ x[t]
                 scores = torch.full((len(memory),), -math.inf, dtype=torch.float64)
                 for s in range(t + 1 if causal else len(memory)):
-                    scores[s] = query @ (w_k[h * d_k : (h + 1) * d_k] @ memory[s]) / math.sqrt(d_k)
+                    scores[s] = query @ (w_k[h * d_k : (h + 1) * d_k] @ memory[s])
+                    if self.config.scale_attention:
+                        scores[s] /= math.sqrt(d_k)
                 shares = self.softmax(scores)
                 heads.append(sum(shares[s] * (w_v[h * d_v : (h + 1) * d_v] @ memory[s]) for s in range(len(memory))))
             outputs.append(w_o @ torch.cat(heads))
@@ -82,11 +86,15 @@ class Reference:
         inner = x @ w[f"{name}.0.weight"].T + w[f"{name}.0.bias"]
         return torch.where(inner > 0, inner, 0.0) @ w[f"{name}.2.weight"].T + w[f"{name}.2.bias"]
 
-    def add_norm(self, name, x, sublayer):
-        x = x + self.drop(sublayer)
+    def norm(self, name, x):
         centred = x - x.sum(1, keepdim=True) / x.shape[1]
         variance = (centred**2).sum(1, keepdim=True) / x.shape[1]
         return self.weights[f"{name}.weight"] * centred / (variance + 1e-5).sqrt() + self.weights[f"{name}.bias"]
+
+    def residual(self, name, x, sublayer):
+        if self.config.norm == "pre":
+            return x + self.drop(sublayer(self.norm(f"{name}.norm", x)))
+        return self.norm(f"{name}.norm", x + self.drop(sublayer(x)))
 
     def embed(self, tokens, table):
         d = self.config.d_model
@@ -94,6 +102,8 @@ class Reference:
         for position, token in enumerate(tokens):
             if self.config.position == "learned":
                 added = self.weights[table][position]
+            elif self.config.position == "none":
+                added = 0.0
             else:
                 angles = [position / 10000 ** (2 * (column // 2) / d) for column in range(d)]
                 added = torch.tensor(
@@ -107,24 +117,41 @@ class Reference:
         x = self.embed(src, "src_positions")
         for n in range(self.config.num_layers):
             layer = f"encoder.{n}"
-            x = self.add_norm(f"{layer}.residuals.0.norm", x, self.attention(f"{layer}.self_attention", x, x, False))
-            x = self.add_norm(f"{layer}.residuals.1.norm", x, self.feed_forward(f"{layer}.feed_forward", x))
+            x = self.residual(
+                f"{layer}.residuals.0", x, lambda q, at=layer: self.attention(f"{at}.self_attention", q, q, False)
+            )
+            x = self.residual(f"{layer}.residuals.1", x, lambda q, at=layer: self.feed_forward(f"{at}.feed_forward", q))
         memory, x = x, self.embed(tgt_in, "tgt_positions")
+        if self.config.norm == "pre":
+            memory = self.norm("encoder_norm", memory)
         for n in range(self.config.num_layers):
             layer = f"decoder.{n}"
-            x = self.add_norm(f"{layer}.residuals.0.norm", x, self.attention(f"{layer}.self_attention", x, x, True))
-            crossed = self.attention(f"{layer}.cross_attention", x, memory, False)
-            x = self.add_norm(f"{layer}.residuals.1.norm", x, crossed)
-            x = self.add_norm(f"{layer}.residuals.2.norm", x, self.feed_forward(f"{layer}.feed_forward", x))
+            x = self.residual(
+                f"{layer}.residuals.0", x, lambda q, at=layer: self.attention(f"{at}.self_attention", q, q, True)
+            )
+            x = self.residual(
+                f"{layer}.residuals.1", x, lambda q, at=layer: self.attention(f"{at}.cross_attention", q, memory, False)
+            )
+            x = self.residual(f"{layer}.residuals.2", x, lambda q, at=layer: self.feed_forward(f"{at}.feed_forward", q))
+        if self.config.norm == "pre":
+            x = self.norm("decoder_norm", x)
         return x @ self.weights["embedding.weight"].T
 
 
 def tolerance(model):
     # The model holds its sinusoids in float32; learned tables are float64 here, so only they are compared to the end.
-    return 1e-9 if model.config.position == "learned" else 1e-5
+    return 1e-9 if model.config.position != "sinusoidal" else 1e-5
 
 
 # Equations
+
+
+@pytest.mark.parametrize(("position", "same"), [("none", True), ("sinusoidal", False)])
+def test_without_positions_the_order_of_the_source_is_nothing(position, same):
+    model = build(position=position)
+    there, back = batch([[5, 9, 4, 7]]), batch([[7, 4, 9, 5]])
+    one, other = (model(src, batch([TARGETS_IN[0]])) for src in (there, back))
+    assert torch.allclose(one, other, atol=1e-5) == same
 
 
 @each_variant
@@ -517,6 +544,9 @@ def test_learned_positions_default_to_1024_and_allow_an_odd_width():
         ({"dropout": -0.1}, ["dropout = -0.1"]),
         ({"dropout": math.nan}, ["dropout = nan"]),
         ({"dropout": True}, ["dropout = True"]),
+        ({"norm": "rms"}, ["norm", "'rms'", "'pre'"]),
+        ({"scale_attention": 1}, ["scale_attention", "1"]),
+        ({"position": "none", "max_positions": 8}, ["max_positions", "8", "none"]),
         ({"position": "rotary"}, ["position = 'rotary'", "sinusoidal", "learned"]),
         ({"max_positions": 64}, ["max_positions = 64", "learned"]),
         ({"position": "learned", "max_positions": 0}, ["max_positions = 0"]),
