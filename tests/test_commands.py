@@ -311,7 +311,7 @@ def test_every_sentence_is_kept_with_what_made_the_scores(corpus, finished):
 
 
 def test_an_average_at_the_end_is_what_average_and_validate_find(corpus, copied, tmp_path, capsys):
-    run = tmp_path / "run"
+    run = tmp_path / "averaged"
     assert main(["fit", *arguments(corpus, run, run__average=3)]) == 0
     result = read_json(run / "result.json")
     assert [entry["step"] for entry in result["averaged"]] == [16, 20, 24]
@@ -324,7 +324,7 @@ def test_an_average_at_the_end_is_what_average_and_validate_find(corpus, copied,
 
 def test_more_checkpoints_to_average_than_are_kept_are_refused(corpus, tmp_path, capsys):
     assert main(["fit", *arguments(corpus, tmp_path / "run", run__average=6)]) == 1
-    assert "run.average = 6: run.keep_checkpoints = 5 keeps fewer" in one_error(capsys.readouterr().err)
+    assert "run.average = 6: run.keep_checkpoints = 3 keeps fewer" in one_error(capsys.readouterr().err)
     assert not (tmp_path / "run").exists()
 
 
