@@ -474,3 +474,30 @@ def test_the_engine_reports_what_optuna_refuses_to_call_a_number(bench):
     assert bench.sweep() == 0
     [trial] = bench.optuna().trials
     assert math.isnan(trial.intermediate_values[1]) and trial.intermediate_values[2] == 5.0
+
+
+@pytest.mark.slow
+def test_a_search_prunes_trials_of_two_ranks(bench, small_base):
+    """The real command under torchrun: one process speaks to Optuna, and no rank of a pruned trial stays."""
+    model = {**small_base["model"], "validate_every": 20, "bleu_every": 0}
+    trainer = {**small_base["trainer"], "max_steps": 160, "devices": 2, "strategy": "ddp", "log_every_n_steps": 20}
+    bench.configure({**small_base, "model": model, "trainer": trainer, "run": {"checkpoint_every": 80}})
+    launcher = ["torchrun", "--standalone", "--nproc_per_node", "2"]
+    space = {"lr_factor": {"choices": [0.02, 1e-7]}}
+    bench.study(search={"trials": 4, "startup": 1, "space": space}, metric="perplexity", launcher=launcher)
+    assert bench.sweep(workers=1) == 0
+    found = bench.optuna().trials
+    assert len(found) == 4
+    for trial in found:
+        folder = bench.folder / trial.user_attrs["cell"]
+        assert (trial.state == TrialState.COMPLETE) == (folder / "result.json").is_file()
+        steps = sorted(trial.intermediate_values)
+        assert steps == list(range(20, 20 * len(steps) + 1, 20))
+        if trial.state == TrialState.COMPLETE:
+            assert len(steps) == 8
+    pruned = [trial for trial in found if trial.state == TrialState.PRUNED]
+    assert pruned and all(trial.params == {"lr_factor": 1e-7} for trial in pruned)
+    running = [Path(f"/proc/{pid}/cmdline") for pid in os.listdir("/proc") if pid.isdigit()]
+    for process in running:
+        with contextlib.suppress(OSError):
+            assert str(bench.folder) not in process.read_bytes().decode(errors="replace")
