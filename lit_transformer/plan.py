@@ -18,7 +18,7 @@ from lit_transformer.preflight import check
 from lit_transformer.progress import say
 from lit_transformer.scoring import training_counts
 from lit_transformer.speed import Speed, Text, measure
-from lit_transformer.study import Cell, Study, fit_arguments
+from lit_transformer.study import Cell, Study, Variant, fit_arguments
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def plan_study(study: Study, file: Path, folder: Path, threads: int) -> list[Row
         threads: that a run would have; speed is measured with as many.
 
     Returns:
-        One row a run, in the order of `study.cells()`.
+        One row a run, in the order of `study.cells()`; a row a trial of a search.
 
     Raises:
         ValueError: names the variant that cannot be trained and why, or what is wrong with the text.
@@ -71,7 +71,12 @@ def plan_study(study: Study, file: Path, folder: Path, threads: int) -> list[Row
     texts: dict[str, Text] = {}
     speeds: dict[str, Speed] = {}
     rows, prepared = [], set()
-    for cell in study.cells():
+    # A search's trials are made as it goes: each is taken to cost what its base does, and none to be pruned.
+    trial = Cell(Variant("each trial"), study.seeds[0])
+    cells = {str(cell): cell for cell in study.cells()}
+    cells |= {f"trial-{n:03d}/seed{trial.seed}": trial for n in range(study.search.trials if study.search else 0)}
+    variants = list(dict.fromkeys(cell.variant.name for cell in cells.values()))
+    for place, cell in cells.items():
         arguments = fit_arguments(study, file, cell, folder)
         cli = ExperimentCLI(arguments, build=False)
         store = store_folder(cli.datamodule.corpus, cli.datamodule.root)
@@ -80,10 +85,10 @@ def plan_study(study: Study, file: Path, folder: Path, threads: int) -> list[Row
             prepared.add(store)
         key = json.dumps([cli.plain["data"], cli.seed], sort_keys=True)
         text = texts.setdefault(key, texts.get(key) or Text(cli.datamodule))
-        name, done = cell.variant.name, (folder / str(cell) / "result.json").is_file()
+        name, done = cell.variant.name, (folder / place / "result.json").is_file()
         trains = not cell.variant.trained_by
         if trains and not done and name not in speeds:
-            say(f"{study.name}: measuring {name}, {study.variants.index(cell.variant) + 1} of {len(study.variants)}")
+            say(f"{study.name}: measuring {name}, {variants.index(name) + 1} of {len(variants)}")
             try:
                 speeds[name] = measure(ExperimentCLI(arguments), text, threads)
             except ValueError as error:
