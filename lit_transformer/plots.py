@@ -13,6 +13,7 @@ from lit_transformer.rows import Row
 from lit_transformer.table import Table
 
 OURS, PAPERS = "#2166ac", "#bdbdbd"
+_FAR = 10  # differences beyond this are drawn by powers of ten
 _NAMES = {"bleu": "BLEU", "perplexity": "perplexity"}
 
 
@@ -40,11 +41,16 @@ def differences(table: Table) -> bytes:
             axis.hlines(heights, lows, highs, color="black", linewidth=1.1, label="95% interval of ours")
             for end in (lows, highs):
                 axis.plot(end, heights, "|", color="black", markersize=5)
+        beyond = max((abs(x) for x in axis.get_xlim()), default=0) > _FAR
+        if beyond:  # a row that has not learned would leave all others invisible
+            axis.set_xscale("symlog", linthresh=1)
+            axis.xaxis.set_major_formatter("{x:g}")
         axis.axvline(0, color="black", linewidth=0.8)
         axis.grid(axis="x", color="#e5e5e5", linewidth=0.6)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.set_xlabel(f"difference to {table.rows[0]['variant']} in {_NAMES[measure]} ({better} is better)")
+        words = f"difference to {table.rows[0]['variant']} in {_NAMES[measure]} ({better} is better)"
+        axis.set_xlabel(f"{words}, log" if beyond else words)
         axis.xaxis.label.set_parse_math(False)
     axes[0].set_yticks(range(len(shown)), [row["variant"] for row in shown], parse_math=False)
     axes[0].set_ylim(max(len(shown), 1) - 0.4, -0.6)
