@@ -139,6 +139,7 @@ class Bench:
         status = 99
         try:
             os.setsid()
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's is ignored
             if host:
                 socket.gethostname = lambda: host
             with open(self.root / f"said.{os.getpid()}", "w") as said:

@@ -26,6 +26,7 @@ from optuna.trial import TrialState
 
 from lit_transformer import sweep
 from lit_transformer.__main__ import main
+from lit_transformer.commands import SWEEP_VARIABLE
 from lit_transformer.engine import Engine
 from lit_transformer.store import Store
 
@@ -100,7 +101,7 @@ def test_workers_divide_the_cores(good, bench, workers):
 
 def test_a_trial_knows_the_sweep_that_it_belongs_to(good):
     environment = json.loads((good.bench.folder / CELLS[0] / "environment.json").read_text())
-    assert environment[sweep.SWEEP_VARIABLE] == str(os.getpid())
+    assert environment[SWEEP_VARIABLE] == str(os.getpid())
 
 
 def test_each_trials_command_stands_in_its_folder(good):
