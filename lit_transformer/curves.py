@@ -20,14 +20,12 @@ def read_curves(run: Path) -> dict[str, dict[int, float]]:
     curves: dict[str, dict[int, float]] = {}
     versions = sorted(run.glob("csv/version_*/metrics.csv"), key=lambda path: int(path.parent.name.rpartition("_")[2]))
     for path in versions:
-        with open(path, newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                # The last line of a session that is being written, or was killed while writing, may be cut.
-                if None in row.values() or not row.get("step", "").isdigit():
-                    continue
-                for name, text in row.items():
-                    if name not in ("step", "epoch") and text:
-                        curves.setdefault(name, {})[int(row["step"])] = _number(text)
+        # The last line of a session that is being written, or was killed while writing, may be cut.
+        lines = path.read_bytes().rpartition(b"\n")[0].decode("utf-8").splitlines()
+        for row in csv.DictReader(lines):
+            for name, text in row.items():
+                if name not in ("step", "epoch") and text:
+                    curves.setdefault(name, {})[int(row["step"])] = _number(text)
     return {name: dict(sorted(curve.items())) for name, curve in curves.items()}
 
 
