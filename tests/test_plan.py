@@ -47,7 +47,8 @@ def studied(tmp_path, text):
         }
         (tmp_path / "base.yaml").write_text(json.dumps(base))
         described = [v if isinstance(v, dict) else {"name": v} for v in variants or ("base",)]
-        file.write_text(json.dumps({"name": "s", "config": ["base.yaml"], "variants": described, **more}))
+        rows = {} if "search" in more else {"variants": described}
+        file.write_text(json.dumps({"name": "s", "config": ["base.yaml"], **rows, **more}))
         study = read_study_file(file)
         return types.SimpleNamespace(
             study=study, file=file, runs=runs, folder=runs / "s", arguments=["sweep", "plan", str(file), "--runs", runs]
@@ -345,3 +346,16 @@ def test_what_another_variant_trains_is_not_trained_twice(studied):
     assert (averaged.flops, averaged.src_tokens, averaged.hours, averaged.speed) == (0.0, 0, 0.0, None)
     assert averaged.parameters == base.parameters
     assert "by base" in table([base, averaged], 1, 1).splitlines()[2]
+
+
+def test_a_search_costs_its_trials_at_most(studied):
+    search = {"trials": 3, "space": {"dropout": {"low": 0.0, "high": 0.1}}}
+    bench = studied(search=search, metric="perplexity")
+    [one] = rows_of(studied())
+    finished = bench.folder / "trial-001" / "seed1"
+    finished.mkdir(parents=True)
+    (finished / "result.json").write_text("{}")
+    rows = rows_of(bench)
+    assert [row.done for row in rows] == [False, True, False]
+    assert {row.flops for row in rows} == {one.flops}
+    assert "1 of 3 done" in table(rows, 1, 1)

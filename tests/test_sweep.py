@@ -762,13 +762,20 @@ def test_a_real_trial_ends_by_itself_when_its_sweep_is_killed(bench, base):
 
 @pytest.mark.slow
 def test_trials_of_several_processes_are_one_trial_each_and_do_not_clash(bench, base):
-    """C51, C53: two at a time on one host, each with two processes."""
+    """C51, C53: over heads and dropout, two at a time on one host, each with two processes."""
     trainer = {**base["trainer"], "devices": 2, "strategy": "ddp"}
     bench.configure({**base, "trainer": trainer})
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    bench.study("base", {"name": "one-head", "set": {"num_heads": 1}}, launcher=launcher)
+    changes = {"base": {}, "one-head": {"num_heads": 1}, "dropout": {"dropout": 0.3}}
+    bench.study(*({"name": name, "set": change} for name, change in changes.items()), launcher=launcher)
     assert bench.sweep(workers=2) == 0
-    assert bench.trials() == {"base/seed1": [TrialState.COMPLETE], "one-head/seed1": [TrialState.COMPLETE]}
-    for name in ("base", "one-head"):
-        result = json.loads((bench.folder / name / "seed1" / "result.json").read_text())
+    assert bench.trials() == {f"{name}/seed1": [TrialState.COMPLETE] for name in changes}
+    assert sorted(path.name for path in bench.folder.iterdir() if path.is_dir()) == sorted(changes)
+    for name, change in changes.items():
+        folder = bench.folder / name / "seed1"
+        result = json.loads((folder / "result.json").read_text())
         assert (result["processes"], result["updates"]) == (2, 4)
+        # Both ranks are started by one command, so they cannot have been given different values.
+        command = (folder / "command").read_text()
+        assert all(f"--model.{key} {value}" in command for key, value in change.items())
+        assert {key: result["config"]["model"][key] for key in change} == change
