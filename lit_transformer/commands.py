@@ -83,6 +83,12 @@ def fit_command(args: Sequence[str]) -> int:
                 Progress(folder),
             ],
         )
+        started = int(os.environ.get("WORLD_SIZE", "1"))
+        if started != trainer.world_size:
+            raise ValueError(
+                f"a launcher has started {started} processes, and trainer.devices x trainer.num_nodes is "
+                f"{trainer.world_size}: set trainer.devices to the processes of a node and trainer.strategy to ddp"
+            )
         if not _get_rank():
             cli.keep_config()
         if _has_result(cli, reached):

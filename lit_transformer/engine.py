@@ -90,9 +90,15 @@ class Engine:
         with open(folder / "log.txt", "ab") as log:
             log_start = log.tell()
             # A group of its own: all processes of the trial end together, whoever started them.
-            process = subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
-            )
+            try:
+                process = subprocess.Popen(
+                    command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+                )
+            except OSError as error:
+                raise ValueError(
+                    f"{self.file}: launcher = {self.study.launcher}: {command[0]} cannot be started "
+                    f"({error.strerror}): give its whole path, or install it"
+                ) from error
             reported: set[int] = set()
             try:
                 pruned = self._watch(process, trial, folder, reported)

@@ -39,7 +39,13 @@ def explain(
         "on tokenised text with compounds split and reads higher; only differences to base are to be compared with it.",
         *([f"BLEU: {first['bleu']['note']}."] if first["bleu"].get("note") else []),
         f"PPL: per subword of a vocabulary of {first['vocab_size']:,}, unsmoothed, end of sentence included. "
-        f"± is the standard deviation over seeds; differences (d) are to the first row, {rows[0].name}.",
+        f"± is the standard deviation over seeds; differences (d) are to the first row, {rows[0].name}, over the seeds "
+        "that both have.",
+        *(
+            ["The rows are a search's trials, the best first: it was picked by its result, which favours it."]
+            if study.get("space")
+            else []
+        ),
         *_intervals(found),
         *_not_compared(rows, outputs, found),
         f"Agreement with the paper (Spearman's rank correlation of our differences to base with its): "
@@ -82,7 +88,8 @@ def _intervals(found: Mapping[str, Comparison]) -> list[str]:
     return [
         f"In brackets: 95% interval of the difference, over the seeds that both rows have, by {RESAMPLES:,} paired "
         "resamples of the sentences, each with all its seeds. p: of the difference in BLEU by sacreBLEU's paired "
-        f"bootstrap on the same outputs ({next(iter(found.values())).signature}), Holm-corrected for {of} compared."
+        f"bootstrap ({next(iter(found.values())).signature}), of several seeds by its statistic on the resamples in "
+        f"brackets, as more seeds are not more sentences; Holm-corrected for {of} compared."
     ]
 
 

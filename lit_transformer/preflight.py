@@ -9,9 +9,10 @@ from typing import Any
 
 import yaml
 
+from lit_transformer.checkpoint import list_checkpoints
 from lit_transformer.cli import experiment, resolve
 from lit_transformer.store import write_json
-from lit_transformer.study import Cell, Study, Variant, fit_arguments
+from lit_transformer.study import Cell, Study, Variant, fit_arguments, full_key
 
 SEARCH_BASE = "base"  # in study.json: what all trials of a search begin with
 _FREE_DATA = ("data.tokens_per_update",)  # may differ within a study: the text stays the same
@@ -44,11 +45,16 @@ def check(study: Study, file: Path, folder: Path) -> dict[str, dict[str, Any]]:
             raise ValueError(f"{file}, variant {cell.variant.name}: {error}") from error
     if study.search:
         _check_search(study, file, folder)
-        begun = any(folder.glob("trial-*/*/result.json"))
-        refuse_changes(file, folder, resolved, set(resolved) if begun else set())
+        has_results = any(folder.glob("trial-*/*/result.json"))
+        refuse_changes(file, folder, resolved, set(resolved) if has_results else set())
         return resolved
     _check_together(study, file, resolved)
-    refuse_changes(file, folder, resolved, {name for name in resolved if (folder / name / "result.json").is_file()})
+    begun = {
+        name
+        for name in resolved
+        if (folder / name / "result.json").is_file() or list_checkpoints(folder / name / "checkpoints")
+    }
+    refuse_changes(file, folder, resolved, begun)
     return resolved
 
 
@@ -89,6 +95,14 @@ def _check_search(study: Study, file: Path, folder: Path) -> None:
                 config = resolve(fit_arguments(study, file, cell, folder))
             except ValueError as error:
                 raise ValueError(f"{file}, search.space, {key} = {value}: {error}") from error
+            group, _, field = full_key(key).partition(".")
+            if full_key(key).startswith("data.") and full_key(key) not in _FREE_DATA:
+                raise ValueError(f"{file}, search.space, {key}: trials on other data cannot be compared: leave it out")
+            if isinstance(value, int) and isinstance(config[group][field], float):
+                raise ValueError(
+                    f"{file}, search.space, {key} = {value}: the key takes decimals, and whole numbers alone would be "
+                    f"drawn: write {float(value)}"
+                )
             if study.metric == "bleu" and not config["model"]["bleu_every"]:
                 raise ValueError(
                     f"{file}: a search by BLEU prunes by the BLEU of validations, and model.bleu_every = 0 has none: "
@@ -109,7 +123,7 @@ def refuse_changes(file: Path, folder: Path, resolved: dict[str, Any], names: se
         for key in sorted(old.keys() | new.keys()):
             if old.get(key) != new.get(key):
                 raise ValueError(
-                    f"{file}: {name} has a result or is being trained, but {key} was {old.get(key)} and is "
+                    f"{file}: {name} has a result or has begun to train, but {key} was {old.get(key)} and is "
                     f"{new.get(key)} now: undo the change, or give the study another name"
                 )
 

@@ -65,7 +65,10 @@ def build(runs: Path, name: str, out: Path) -> str:
 @contextlib.contextmanager
 def _alone(out: Path, name: str) -> Iterator[None]:
     """One build of a study's results at a time: the one that read last writes last."""
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {out}: this folder cannot be made ({error.strerror})") from error
     # Beside what is written: the runs may lie on a disk that can only be read.
     with open(out / f".{name}.lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

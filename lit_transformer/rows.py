@@ -11,8 +11,8 @@ import csv
 import json
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,10 @@ class Row:
     results: list[dict[str, Any]] = field(default_factory=list)
     folders: list[Path] = field(default_factory=list)
     failed: str = ""
+
+    def of(self, seeds: Collection[int]) -> Row:
+        """The same row with the results of these seeds alone."""
+        return replace(self, results=[result for result in self.results if result["seed"] in seeds])
 
     def mean(self, key: str) -> float | None:
         values = self._values(key)
@@ -67,6 +71,8 @@ def read_study(folder: Path) -> tuple[dict[str, Any], list[Row]]:
         raise ValueError(f"{folder} holds no study (no study.json): run `lit-transformer sweep run` first")
     study = json.loads(path.read_text(encoding="utf-8"))
     rows = []
+    if not study["variants"]:
+        raise ValueError(f"{folder}: no trial of this search has finished yet")
     for variant in study["variants"]:
         row = Row(variant["name"], variant["set"], variant["paper"], failed=variant.get("failed", ""))
         for seed in study["seeds"]:

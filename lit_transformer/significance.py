@@ -59,12 +59,14 @@ def compare(base: Mapping[int, Sentences], rows: Mapping[str, Mapping[int, Sente
         first = base[seeds[0]]
         for other in (row[seed] for row in (base, *(rows[name] for name in names)) for seed in seeds):
             check_same_references(first, other)
-        tests = _p_values([base[seed] for seed in seeds], {n: [rows[n][s] for s in seeds] for n in names})
+        tests = _p_values(base[seeds[0]], {name: rows[name][seeds[0]] for name in names})
         weights = _weights(len(first))
         ours = _Resampled([base[seed] for seed in seeds], weights)
         for name in names:
             theirs = _Resampled([rows[name][seed] for seed in seeds], weights)
             p, signature = tests[name]
+            if len(seeds) > 1:
+                p = _p_value(theirs.bleu - ours.bleu)
             bleu = _difference(theirs.bleu - ours.bleu)
             found[name] = Comparison(list(seeds), bleu, _difference(theirs.perplexity - ours.perplexity), p, signature)
     return {name: found[name] for name in rows if name in found}
@@ -83,21 +85,29 @@ def check_same_references(one: Sentences, other: Sentences) -> None:
             )
 
 
-def _p_values(base: Sequence[Sentences], rows: Mapping[str, Sequence[Sentences]]) -> dict[str, tuple[float, str]]:
-    """sacreBLEU's paired bootstrap, all seeds one after the other, and its signature."""
-    joined = {name: [h for one in row for h in one.hypotheses] for name, row in {"": base, **rows}.items()}
-    references = [r for one in base for r in one.references]
-    test = PairedTest(list(joined.items()), {"BLEU": BLEU(force=True)}, [references], "bs", n_samples=RESAMPLES)
+def _p_values(base: Sentences, rows: Mapping[str, Sentences]) -> dict[str, tuple[float, str]]:
+    """sacreBLEU's paired bootstrap on the outputs of one seed, and its signature."""
+    outputs = {"": base.hypotheses, **{name: row.hypotheses for name, row in rows.items()}}
+    metric = {"BLEU": BLEU(force=True)}
+    test = PairedTest(list(outputs.items()), metric, [base.references], "bs", n_samples=RESAMPLES)
     signatures, scores = test()
     signature = str(signatures["BLEU"])
     found = {}
-    for name, score in zip(joined, scores["BLEU"], strict=True):
+    for name, score in zip(outputs, scores["BLEU"], strict=True):
         if name:
             assert isinstance(score, Result) and score.p_value is not None
-            same = all(np.array_equal(a.counts, b.counts) for a, b in zip(base, rows[name], strict=True))
-            # Where no resample can differ sacreBLEU counts none as larger, and calls 1/1001 what is no difference.
+            # Where no resample differs sacreBLEU counts none as larger, and calls 1/1001 what is no difference.
+            same = bleu_of(base.counts.sum(0)) == bleu_of(rows[name].counts.sum(0))
             found[name] = (1.0 if same else score.p_value, signature)
     return found
+
+
+def _p_value(differences: np.ndarray) -> float:
+    """sacreBLEU's statistic on our resamples: more seeds are not more sentences, so one is drawn with all of them."""
+    real, drawn = abs(differences[0]), np.abs(differences[1:])
+    if not real:
+        return 1.0
+    return float(((drawn - drawn.mean() > real).sum() + 1) / (len(drawn) + 1))
 
 
 def _weights(sentences: int) -> np.ndarray:

@@ -17,7 +17,7 @@ from lit_transformer.results import read_paper
 _OURS = ("run.dir", "run.study", "run.variant", "seed_everything")  # keys that follow from the study itself
 _WIDTHS = ("d_model", "d_ff", "d_k", "d_v")  # what a study's width factor scales
 _KEPT = ("num_layers", "num_heads", "dropout", "label_smoothing", "position", "norm", "scale_attention")
-_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,11 @@ class Cell:
         return f"{self.variant.name}/seed{self.seed}"
 
 
-def read_study_file(path: Path) -> Study:
+def read_study_file(path: Path, rows_of: Path | None = None) -> Study:
     """A study from its YAML file, read by the rules of the configuration files.
+
+    Args:
+        rows_of: the study's file that takes its rows from this one.
 
     Raises:
         ValueError: names the file, the key or variant, and what must hold.
@@ -151,8 +154,12 @@ def read_study_file(path: Path) -> Study:
     parser.add_class_arguments(Study)
     try:
         study: Study = Study(**vars(parser.instantiate(parser.parse_path(str(path)))))
-    except (ArgumentError, TypeError, OSError) as error:
+    except (ArgumentError, TypeError, ValueError, OSError) as error:
         raise ValueError(f"{path}: {error}") from error
+    if study.rows and rows_of:
+        raise ValueError(f"{rows_of}: its rows are those of {path}, which must have variants of its own")
+    if not study.config:
+        raise ValueError(f"{path}: config is empty: name at least one configuration file")
     if study.rows:
         study = replace(study, variants=_scaled_rows(study, path))
     elif study.width != 1.0:
@@ -165,6 +172,8 @@ def read_study_file(path: Path) -> Study:
         raise ValueError(f"{path}: paper_table3, study.json and optuna.db are names of other files: choose another")
     searched = Variant("search.space", dict(study.search.space) if study.search else {})
     for variant in [Variant("all variants", study.set), *study.variants, searched]:
+        if len(_full(variant.set)) < len(variant.set):
+            raise ValueError(f"{path}: {variant.name} sets a field of the model twice, with and without `model.`")
         if taken := set(_OURS) & variant.set.keys():
             raise ValueError(f"{path}: {variant.name} sets {', '.join(sorted(taken))}, which the study sets itself")
     rows = read_paper(Path("results"))
@@ -191,12 +200,21 @@ def read_study_file(path: Path) -> Study:
     return study
 
 
+def full_key(key: str) -> str:
+    """ "model.d_ff" for "d_ff"."""
+    return key if "." in key or key == "seed_everything" else f"model.{key}"
+
+
+def _full(fields: dict[str, Any]) -> dict[str, Any]:
+    return {full_key(key): value for key, value in fields.items()}
+
+
 def _scaled_rows(study: Study, path: Path) -> list[Variant]:
     """The variants of another study at this study's size."""
     if study.variants:
         raise ValueError(f"{path}: `rows` takes the variants of {study.rows}: leave `variants` out")
     file = path.parent / study.rows
-    theirs = read_study_file(file)
+    theirs = read_study_file(file, rows_of=path)
     ours_base, theirs_base = (_base(s, f) for s, f in ((study, path), (theirs, file)))
     for key in (*_WIDTHS, *_KEPT):
         expected = theirs_base["model"][key]
@@ -248,8 +266,7 @@ def fit_arguments(study: Study, file: Path, cell: Cell, folder: Path) -> list[st
     arguments: list[str] = []
     for name in study.config:
         arguments += ["--config", os.path.relpath(file.parent / name)]
-    for key, value in {**study.set, **cell.variant.set}.items():
-        text = value if isinstance(value, str) else json.dumps(value)
-        arguments += [f"--{key if '.' in key else f'model.{key}'}", text]
+    for key, value in (_full(study.set) | _full(cell.variant.set)).items():
+        arguments += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
     arguments += ["--seed_everything", str(cell.seed), "--run.dir", str(folder / str(cell))]
     return [*arguments, "--run.study", study.name, "--run.variant", cell.variant.name]

@@ -64,6 +64,8 @@ def run_study(engine: Engine, out: Path, retry: bool) -> int:
             if time.monotonic() - shown >= SHOW_SECONDS:
                 shown = time.monotonic()
                 say(engine.summary())
+                if engine.study.search:
+                    describe(replace(engine.study, variants=trials.ranking()), engine.folder, resolved)
     except KeyboardInterrupt:
         say(f"{name}: stopping; the same command goes on")
         raise

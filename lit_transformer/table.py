@@ -81,8 +81,8 @@ def _ours(row: Row, base: Row) -> dict[str, Any]:
         "perplexity_sd": row.spread("perplexity"),
         "bleu": row.mean("bleu.score"),
         "bleu_sd": row.spread("bleu.score"),
-        "bleu_difference": _minus(row.mean("bleu.score"), base.mean("bleu.score")),
-        "perplexity_difference": _minus(row.mean("perplexity"), base.mean("perplexity")),
+        "bleu_difference": _minus(*_of_common_seeds(row, base, "bleu.score")),
+        "perplexity_difference": _minus(*_of_common_seeds(row, base, "perplexity")),
         "compound_split_bleu": row.mean("compound_split_bleu.score"),
         "hours": row.mean("hours"),
         "flops_by_time": statistics.fmean(by_time) if len(by_time) == len(row.results) != 0 else None,
@@ -137,6 +137,12 @@ def _papers(row: Row, base: Row, paper: Mapping[str, Mapping[str, str]]) -> dict
         "paper_perplexity_difference": _minus(published(row, "PPL"), published(base, "PPL")),
         "paper_bleu_difference": _minus(published(row, "BLEU"), published(base, "BLEU")),
     }
+
+
+def _of_common_seeds(row: Row, base: Row, key: str) -> tuple[float | None, float | None]:
+    """Both means over the seeds that both have: with others, a difference of seeds would look like one of rows."""
+    common = {result["seed"] for result in row.results} & {result["seed"] for result in base.results}
+    return row.of(common).mean(key), base.of(common).mean(key)
 
 
 def _minus(value: float | None, base: float | None) -> float | None:

@@ -7,13 +7,10 @@ as failed trials of the same cell.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
-import functools
 import os
 import socket
 import threading
-import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,83 +19,15 @@ from typing import Any
 
 import optuna
 import sqlalchemy
-from optuna.storages import BaseStorage, RDBStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
-from sqlalchemy.exc import DBAPIError, PendingRollbackError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError
 
-from lit_transformer.progress import say
+from lit_transformer.storage import PatientStorage
 from lit_transformer.store import write_atomic
 from lit_transformer.study import Cell, Range, Study, Variant
 
 MAX_FAILURES = 3
 HEARTBEAT_SECONDS = 10
-PATIENCE_SECONDS = 900
-
-
-class PatientStorage(RDBStorage):
-    """Optuna's database storage that waits for a database which is away, instead of failing the study.
-
-    Args:
-        stopping: set when the user wants to end; no more waiting then.
-
-    Raises:
-        ValueError: the database was away for too long, or there is none at the address.
-        OSError: an SQLite file on a full disk.
-    """
-
-    def __init__(self, url: str, stopping: threading.Event, **options: Any) -> None:
-        self.stopping = stopping
-        self._call(super().__init__, url, **options)
-
-    def _call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        since, wait = time.monotonic(), 0.5
-        while True:
-            try:
-                return method(*args, **options)
-            except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
-                reason = _what_the_database_says(error)
-                if reason is None:
-                    raise
-                if "disk is full" in reason:
-                    raise OSError(errno.ENOSPC, f"the study's database cannot be written: {reason}") from error
-                waited = time.monotonic() - since
-                if self.stopping.is_set() or waited > PATIENCE_SECONDS:
-                    raise ValueError(f"the study's database is away: {reason}; the same command goes on") from error
-                if wait == 0.5:
-                    say(f"the study's database is away, waiting for it; trials go on meanwhile ({reason})")
-            self.stopping.wait(wait)
-            wait = min(2 * wait, 8.0)
-
-
-def _patient(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(self: PatientStorage, *args: Any, **options: Any) -> Any:
-        return self._call(functools.partial(method, self), *args, **options)
-
-    return call
-
-
-# The last ones are what Optuna's cache in front of a database calls.
-_MORE = ("_get_trials", "_create_new_trial", "_set_trial_param", "record_heartbeat", "_get_stale_trial_ids")
-for _name in (*sorted(BaseStorage.__abstractmethods__), *_MORE):
-    setattr(PatientStorage, _name, _patient(getattr(RDBStorage, _name)))
-
-
-def _what_the_database_says(error: BaseException) -> str | None:
-    """Its words where waiting may help or the disk is full; None where the fault is another one."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, DBAPIError):
-        if isinstance(cause, PendingRollbackError):
-            return "a connection broke in the middle of a transaction"
-        cause = cause.__cause__
-    if cause is None:
-        return None
-    words = " ".join(str(cause.orig).split())
-    # Lost connections of a server; SQLite has none, but writers that wait for each other beyond its time-out.
-    lost = isinstance(cause, sqlalchemy.exc.OperationalError | sqlalchemy.exc.InterfaceError)
-    sqlite = type(cause.orig).__module__.startswith("sqlite3")
-    helps = "locked" in words or "disk is full" in words if sqlite else lost or cause.connection_invalidated
-    return words if helps else None
 
 
 class Trials:
@@ -133,18 +62,15 @@ class Trials:
         # Workers of one host write into one SQLite file: they wait for each other, up to a minute.
         sqlite = self.url.startswith("sqlite")
         options: dict[str, Any] = {"connect_args": {"timeout": 60}} if sqlite else {"pool_pre_ping": True}
-        self._server = None if sqlite else sqlalchemy.create_engine(self.url, poolclass=sqlalchemy.NullPool)
         with self._folder_lock():  # workers that start together make one set of tables
-            try:
-                self.storage = PatientStorage(
-                    self.url,
-                    self.stopping,
-                    engine_kwargs=options,
-                    heartbeat_interval=HEARTBEAT_SECONDS,
-                    grace_period=6 * HEARTBEAT_SECONDS,
-                )
-            except (ImportError, sqlalchemy.exc.ArgumentError) as error:
-                raise ValueError(f"--storage {self.url}: {error}") from error
+            self.storage = PatientStorage(
+                self.url,
+                self.stopping,
+                engine_kwargs=options,
+                heartbeat_interval=HEARTBEAT_SECONDS,
+                grace_period=6 * HEARTBEAT_SECONDS,
+            )
+            self._server = None if sqlite else sqlalchemy.create_engine(self.url, poolclass=sqlalchemy.NullPool)
             search = self.study.search
             self.optuna = optuna.create_study(
                 study_name=self.study.name,
@@ -161,7 +87,12 @@ class Trials:
         here = mark.read_text() if mark.is_file() else None
         known = self.optuna.user_attrs.get("folder")
         if known is None:
-            known = here or uuid.uuid4().hex
+            if here:
+                raise ValueError(
+                    f"{self.folder} belongs to a study in another storage: give the --storage that it was begun with; "
+                    f"if that one is lost, remove {mark}, and what has finished is taken over"
+                )
+            known = uuid.uuid4().hex
             write_atomic(mark, known.encode())
             self.optuna.set_user_attr("folder", known)
         elif here != known:

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,23 @@ def test_the_same_outputs_are_no_difference():
     found = one(sentences(1, 0.2), sentences(1, 0.2))
     assert found.p_value == 1
     assert (found.bleu.value, found.bleu.low, found.bleu.high) == (0, 0, 0)
+
+
+def test_the_same_outputs_three_times_are_no_more_evidence():
+    """Seeds hang together by their sentences: as many sentences, not three times as many."""
+    base, other = sentences(1, 0.2), sentences(2, 0.25)
+    single = one(base, other).p_value
+    three = compare(dict.fromkeys((1, 2, 3), base), {"other": dict.fromkeys((1, 2, 3), other)})["other"].p_value
+    assert 0.02 < single < 0.9
+    assert three == pytest.approx(single, abs=0.05)  # other resamples of the same sentences
+
+
+def test_two_rows_that_have_learned_nothing_do_not_differ():
+    """Neither has a matching n-gram, though one writes something and the other does not."""
+    base, other = sentences(1, 1.0), sentences(1, 1.0)
+    silent = replace(other, hypotheses=[""] * N)
+    found = one(base, silent)
+    assert (found.bleu.value, found.p_value) == (0, 1)
 
 
 def test_each_row_is_tested_as_if_it_were_alone():

@@ -237,7 +237,7 @@ def test_a_variant_overrides_its_study_which_overrides_its_files(tmp_path):
 
 
 def test_a_full_key_in_the_study_yields_to_a_short_one_in_the_variant(tmp_path):
-    study = with_variants("[{name: a, set: {d_ff: 60}}]", set="{model.d_ff: 50, d_ff: 40}")
+    study = with_variants("[{name: a, set: {d_ff: 60}}]", set="{model.d_ff: 50}")
     assert checked(write(tmp_path, study), tmp_path / "runs")["a/seed1"]["model"]["d_ff"] == 60
 
 
@@ -543,6 +543,23 @@ def test_rows_that_cannot_be_had_at_this_size_are_refused(tmp_path, fields, word
         read_study_file(scaled(tmp_path, **fields))
 
 
+def test_rows_of_rows_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="which must have variants of its own"):
+        read_study_file(scaled(tmp_path, rows="mini.yaml"))
+
+
+def test_a_field_with_and_without_its_group_is_one_field(tmp_path):
+    study = with_variants("[{name: a, set: {dropout: 0.0}}]", set="{model.dropout: 0.3}")
+    assert checked(write(tmp_path, study), tmp_path / "runs")["a/seed1"]["model"]["dropout"] == 0.0
+    with pytest.raises(ValueError, match="a sets a field of the model twice"):
+        read_study_file(write(tmp_path, with_variants("[{name: a, set: {dropout: 0.0, model.dropout: 0.3}}]")))
+
+
+def test_a_study_needs_a_configuration(tmp_path):
+    with pytest.raises(ValueError, match="config is empty"):
+        read_study_file(write(tmp_path, with_variants("[{name: a}]", config="[]")))
+
+
 def test_a_width_without_rows_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"width = 2\.0 scales the variants of `rows`"):
         read_study_file(write(tmp_path, with_variants("[{name: a}]", width="2.0")))
@@ -577,6 +594,8 @@ def test_a_variant_that_another_one_cannot_train_is_refused(tmp_path, variants, 
         ("{trials: 3, space: {warmup: {low: 0, high: 20}}}", "warmup = 0"),
         ("{trials: 3, space: {wramup: {low: 1, high: 20}}}", "wramup"),
         ("{trials: 3, space: {run.dir: {choices: [a, b]}}}", "run.dir"),
+        ("{trials: 3, space: {lr_factor: {low: 1, high: 4}}}", "the key takes decimals"),
+        ("{trials: 3, space: {data.vocab_size: {choices: [300, 310]}}}", "trials on other data cannot be compared"),
         ("{trials: 3, prune_after: -1, space: {warmup: {low: 1, high: 2}}}", "prune_after = -1"),
     ],
 )

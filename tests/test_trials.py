@@ -145,16 +145,35 @@ def test_a_host_without_the_shared_folder_is_refused(bench, database, tmp_path, 
     [
         ("mysql://somewhere/db", "must be sqlite:///FILE"),
         ("study.db", "must be sqlite:///FILE"),
-        ("postgresql+psycopg://tester@127.0.0.1:1/none", "database is away"),
+        ("postgresql+psycopg://tester@127.0.0.1:1/none", "cannot be used"),
+        ("sqlite:////nowhere/at/all.db", "unable to open database file; start it, or correct the address"),
+        ("sqlite:////dev/null", "cannot be used"),
     ],
 )
-def test_a_storage_that_cannot_be_used_is_a_plain_error(bench, monkeypatch, capsys, address, words):
-    monkeypatch.setattr(trials, "PATIENCE_SECONDS", 0)
+def test_a_storage_that_cannot_be_used_is_a_plain_error(bench, capsys, address, words):
     bench.study("base")
     assert bench.sweep("--storage", address) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert words in error
     assert not bench.attempts()
+
+
+def test_a_database_that_is_not_there_is_not_waited_for(bench, server, capsys):
+    bench.study("base")
+    assert bench.sweep("--storage", server.address("nobody_made_it")) == 1
+    assert 'database "nobody_made_it" does not exist' in capsys.readouterr().err
+
+
+def test_another_storage_for_the_same_folder_is_refused(bench, tmp_path, capsys):
+    bench.study("base")
+    assert bench.sweep() == 0
+    capsys.readouterr()
+    assert main(bench.arguments("status", "--storage", f"sqlite:///{tmp_path}/other.db")) == 1
+    assert "belongs to a study in another storage" in capsys.readouterr().err
+    (bench.folder / "optuna.db").unlink()  # lost; what has finished is taken over
+    (bench.folder / ".storage").unlink()
+    assert bench.sweep() == 0
+    assert_done_once(bench, "base/seed1")
 
 
 # A database that comes and goes
@@ -502,3 +521,43 @@ def test_a_search_prunes_trials_of_two_ranks(bench, small_base):
     for process in running:
         with contextlib.suppress(OSError):
             assert str(bench.folder) not in process.read_bytes().decode(errors="replace")
+
+
+def test_a_table_can_be_built_while_a_search_runs_and_before(bench, capsys):
+    search(bench, trials=3)
+    pid = bench.fork(workers=1)
+    wait_for(lambda: (bench.folder / "study.json").is_file(), "it has begun")
+    build = ["results", "s", "--runs", str(bench.runs), "--out", str(bench.out)]
+    assert main(build) in (0, 1)
+    assert "Traceback" not in capsys.readouterr().err
+    assert ended(pid) == 0
+    assert main(build) == 0
+
+
+def test_a_variant_that_was_killed_in_training_cannot_be_changed(bench, capsys):
+    bench.study("base", {"name": "x", "set": {"dropout": 0.0}})
+    bench.plan(x={"until": ["never"], "checkpoints": True})
+    pid = bench.fork(workers=2)
+    folder = bench.folder / "x" / "seed1" / "checkpoints"
+    wait_for(lambda: (bench.folder / "x/seed1/attempts").is_file(), "it trains")
+    os.kill(pid, signal.SIGKILL)
+    ended(pid)
+    folder.mkdir(exist_ok=True)
+    (folder / "step-00000002.ckpt").touch()
+    bench.plan()
+    bench.study("base", {"name": "x", "set": {"dropout": 0.2}})
+    assert bench.sweep() == 1
+    assert "x/seed1 has a result or has begun to train, but model.dropout was 0.0" in capsys.readouterr().err
+    bench.study("base", {"name": "x", "set": {"dropout": 0.0}})
+    assert bench.sweep() == 0
+    assert_done_once(bench, "base/seed1", "x/seed1")
+
+
+def test_a_launcher_whose_processes_are_not_the_trainers_is_refused(bench, small_base):
+    """Two processes that each believe they are alone would write into one folder."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    bench.study("base", launcher=launcher)
+    assert bench.sweep(workers=1) == 1
+    log = (bench.folder / "base/seed1/log.txt").read_text()
+    assert "a launcher has started 2 processes, and trainer.devices x trainer.num_nodes is 1" in log
+    assert not (bench.folder / "base/seed1/checkpoints").exists()

@@ -1,0 +1,90 @@
+"""Optuna's database storage for work that takes days: a database that goes away is waited for."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import optuna
+import sqlalchemy
+from optuna.storages import BaseStorage, RDBStorage
+from sqlalchemy.exc import DBAPIError, PendingRollbackError, SQLAlchemyError
+
+from lit_transformer.progress import say
+
+PATIENCE_SECONDS = 900
+
+
+class PatientStorage(RDBStorage):
+    """Optuna's database storage that waits for a database which is away, instead of failing the study.
+
+    Args:
+        stopping: set when the user wants to end; no more waiting then.
+
+    Raises:
+        ValueError: the database was away for too long, or there is none at the address.
+        OSError: an SQLite file on a full disk.
+    """
+
+    def __init__(self, url: str, stopping: threading.Event, **options: Any) -> None:
+        self.stopping = stopping
+        try:
+            super().__init__(url, **options)
+        except (ImportError, SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
+            # At first contact nothing is waited for: the address may be wrong.
+            reason = " ".join(str(getattr(error, "orig", error)).split())
+            raise ValueError(f"--storage {url} cannot be used: {reason}; start it, or correct the address") from error
+
+    def _call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        since, wait = time.monotonic(), 0.5
+        while True:
+            try:
+                return method(*args, **options)
+            except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
+                reason = _what_the_database_says(error)
+                if reason is None:
+                    raise
+                if "disk is full" in reason:
+                    raise OSError(errno.ENOSPC, f"the study's database cannot be written: {reason}") from error
+                waited = time.monotonic() - since
+                if self.stopping.is_set() or waited > PATIENCE_SECONDS:
+                    raise ValueError(f"the study's database is away: {reason}; the same command goes on") from error
+                if wait == 0.5:
+                    say(f"the study's database is away, waiting for it; trials go on meanwhile ({reason})")
+            self.stopping.wait(wait)
+            wait = min(2 * wait, 8.0)
+
+
+def _patient(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: PatientStorage, *args: Any, **options: Any) -> Any:
+        return self._call(functools.partial(method, self), *args, **options)
+
+    return call
+
+
+# The last ones are what Optuna's cache in front of a database calls.
+_MORE = ("_get_trials", "_create_new_trial", "_set_trial_param", "record_heartbeat", "_get_stale_trial_ids")
+for _name in (*sorted(BaseStorage.__abstractmethods__), *_MORE):
+    setattr(PatientStorage, _name, _patient(getattr(RDBStorage, _name)))
+
+
+def _what_the_database_says(error: BaseException) -> str | None:
+    """Its words where waiting may help or the disk is full; None where the fault is another one."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, DBAPIError):
+        if isinstance(cause, PendingRollbackError):
+            return "a connection broke in the middle of a transaction"
+        cause = cause.__cause__
+    if cause is None:
+        return None
+    words = " ".join(str(cause.orig).split())
+    # Lost connections of a server; SQLite has none, but writers that wait for each other beyond its time-out.
+    lost = isinstance(cause, sqlalchemy.exc.OperationalError | sqlalchemy.exc.InterfaceError)
+    sqlite = type(cause.orig).__module__.startswith("sqlite3")
+    helps = "locked" in words or "disk is full" in words if sqlite else lost or cause.connection_invalidated
+    return words if helps else None
