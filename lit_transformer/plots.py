@@ -26,6 +26,8 @@ def differences(table: Table) -> bytes:
         for shift, source, colour in ((-0.2, "", OURS), (0.2, "paper_", PAPERS)):
             values = [row[f"{source}{measure}_difference"] for row in shown]
             drawn = [(i, value) for i, value in enumerate(values) if value is not None and math.isfinite(value)]
+            if source and not drawn:
+                continue  # a study that the paper has no row for
             axis.barh(
                 [i + shift for i, _ in drawn],
                 [value for _, value in drawn],

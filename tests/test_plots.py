@@ -50,6 +50,15 @@ def test_the_plots_bars_are_the_differences_of_the_table(whole, figures):
     assert [text.get_text() for text in axes[0].get_yticklabels()] == [row["variant"] for row in rows]
 
 
+def test_a_row_that_has_not_learned_leaves_the_others_visible(folder, figures):
+    folder.study(*map(variant, ("base", "own", "lost")))
+    folder.add(scores("base", 1, 10.0, 20.0), scores("own", 1, 11.0, 19.0), scores("lost", 1, 2000.0, 0.0))
+    folder.build()
+    bleu, perplexity = figures()[0].axes
+    assert (bleu.get_xscale(), perplexity.get_xscale()) == ("symlog", "symlog")
+    assert len(perplexity.containers) == 1  # the paper has none of these rows
+
+
 def test_the_plots_lines_are_the_intervals_of_the_table(folder, figures):
     references = [f"w{i} w{i + 1} w{i + 2} w{i + 3} w{i + 4}" for i in range(30)]
     folder.study(variant("base"), variant("old"), variant("other"))
