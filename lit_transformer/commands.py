@@ -83,8 +83,9 @@ def fit_command(args: Sequence[str]) -> int:
                 Progress(folder),
             ],
         )
-        started = int(os.environ.get("WORLD_SIZE", "1"))
-        if started != trainer.world_size:
+        # Set by torchrun and its like, not where Lightning starts the other processes itself.
+        started = int(os.environ.get("WORLD_SIZE", "0")) if "RANK" in os.environ else 0
+        if started and started != trainer.world_size:
             raise ValueError(
                 f"a launcher has started {started} processes, and trainer.devices x trainer.num_nodes is "
                 f"{trainer.world_size}: set trainer.devices to the processes of a node and trainer.strategy to ddp"
