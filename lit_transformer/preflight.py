@@ -96,7 +96,7 @@ def _check_search(study: Study, file: Path, folder: Path) -> None:
             except ValueError as error:
                 raise ValueError(f"{file}, search.space, {key} = {value}: {error}") from error
             group, _, field = full_key(key).partition(".")
-            if full_key(key).startswith("data.") and full_key(key) not in _FREE_DATA:
+            if group == "data" and full_key(key) not in _FREE_DATA:
                 raise ValueError(f"{file}, search.space, {key}: trials on other data cannot be compared: leave it out")
             if isinstance(value, int) and isinstance(config[group][field], float):
                 raise ValueError(

@@ -19,6 +19,14 @@ from lit_transformer.progress import say
 PATIENCE_SECONDS = 900
 
 
+def without_password(url: str) -> str:
+    """An address fit for a log; as it is where it cannot be read as one."""
+    try:
+        return sqlalchemy.make_url(url).render_as_string(hide_password=True)
+    except sqlalchemy.exc.ArgumentError:
+        return url
+
+
 class PatientStorage(RDBStorage):
     """Optuna's database storage that waits for a database which is away, instead of failing the study.
 
@@ -37,9 +45,11 @@ class PatientStorage(RDBStorage):
         except (ImportError, SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
             # At first contact nothing is waited for: the address may be wrong.
             reason = " ".join(str(getattr(error, "orig", error)).split())
-            raise ValueError(f"--storage {url} cannot be used: {reason}; start it, or correct the address") from error
+            raise ValueError(
+                f"--storage {without_password(url)} cannot be used: {reason}; start it, or correct the address"
+            ) from error
 
-    def _call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def patiently(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
         since, wait = time.monotonic(), 0.5
         while True:
             try:
@@ -62,7 +72,7 @@ class PatientStorage(RDBStorage):
 def _patient(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: PatientStorage, *args: Any, **options: Any) -> Any:
-        return self._call(functools.partial(method, self), *args, **options)
+        return self.patiently(functools.partial(method, self), *args, **options)
 
     return call
 

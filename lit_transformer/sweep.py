@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lit_transformer.commands import quiet
 from lit_transformer.corpus import prepare
@@ -47,7 +48,7 @@ def run_study(engine: Engine, out: Path, retry: bool) -> int:
         own = {k: v for k, v in fields.items() if k in CorpusConfig.__dataclass_fields__}
         store = Store(prepare(CorpusConfig(**own), Path(fields["root"]), say))
         refuse_other_data(engine.file, engine.folder, list(trials.names), store.fingerprint)
-    describe(engine.study, engine.folder, resolved)
+    _describe(engine, resolved)
     runs = engine.study.search.trials if engine.study.search else len(trials.names)
     say(
         f"{name}: {runs} runs, {engine.workers} at a time, {engine.threads} "
@@ -65,7 +66,7 @@ def run_study(engine: Engine, out: Path, retry: bool) -> int:
                 shown = time.monotonic()
                 say(engine.summary())
                 if engine.study.search:
-                    describe(replace(engine.study, variants=trials.ranking()), engine.folder, resolved)
+                    _describe(engine, resolved)
     except KeyboardInterrupt:
         say(f"{name}: stopping; the same command goes on")
         raise
@@ -76,8 +77,8 @@ def run_study(engine: Engine, out: Path, retry: bool) -> int:
     if engine.crashed:
         raise engine.crashed[0]
     failed = trials.failures()
-    if engine.study.search:
-        describe(replace(engine.study, variants=trials.ranking()), engine.folder, resolved)
+    if engine.study.search:  # other studies may have been described by a sweep of a longer file meanwhile
+        _describe(engine, resolved)
     without = failed | {cell: why for cell, state, why in engine.grid() if state == "pruned"}
     note_failures(engine.folder, {cell.rpartition("/")[0]: why for cell, why in without.items()})
     print(build(engine.folder.parent, name, out))
@@ -85,6 +86,14 @@ def run_study(engine: Engine, out: Path, retry: bool) -> int:
     for cell, reason in failed.items():
         say(f"{name}: {cell} was given up after {MAX_FAILURES} failures (--retry tries again): {reason}")
     return 1 if failed else 0
+
+
+def _describe(engine: Engine, resolved: dict[str, Any]) -> None:
+    """study.json as things stand: a search has the variants that it has made so far."""
+    study = engine.study
+    if study.search:
+        study = replace(study, variants=engine.trials.ranking())
+    describe(study, engine.folder, resolved)
 
 
 def sweep_command(args: Sequence[str]) -> int:

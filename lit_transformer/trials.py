@@ -22,7 +22,7 @@ import sqlalchemy
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import DBAPIError
 
-from lit_transformer.storage import PatientStorage
+from lit_transformer.storage import PatientStorage, without_password
 from lit_transformer.store import write_atomic
 from lit_transformer.study import Cell, Range, Study, Variant
 
@@ -48,7 +48,7 @@ class Trials:
         self.url = url or f"sqlite:///{(folder / 'optuna.db').resolve()}"
         if not self.url.startswith(("sqlite:///", "postgresql+psycopg://")):
             raise ValueError(
-                f"--storage {self.url}: must be sqlite:///FILE, for workers on one host, or "
+                f"--storage {without_password(self.url)}: must be sqlite:///FILE, for workers on one host, or "
                 "postgresql+psycopg://USER:PASSWORD@HOST/DATABASE for several"
             )
         self.names = {str(cell): cell for cell in study.cells()}  # a search adds to them as it goes
@@ -114,7 +114,7 @@ class Trials:
             if self._server is None:
                 yield lambda: True
                 return
-            connection = self.storage._call(self._locked_connection)
+            connection = self.storage.patiently(self._locked_connection)
             try:
                 yield lambda: _answers(connection)
             finally:

@@ -100,6 +100,14 @@ def given(storage: str) -> list[str]:
     return ["--storage", storage] if storage else []
 
 
+def test_a_password_is_never_printed(bench, capsys):
+    bench.study("base")
+    for address in ("postgresql+psycopg://me:s3cret@127.0.0.1:1/none", "mysql://me:s3cret@somewhere/db"):
+        assert bench.sweep("--storage", address) == 1
+        said = capsys.readouterr()
+        assert "s3cret" not in said.out + said.err and "me:***@" in said.err
+
+
 # Several hosts
 
 
