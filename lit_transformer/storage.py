@@ -17,6 +17,7 @@ from sqlalchemy.exc import DBAPIError, PendingRollbackError, SQLAlchemyError
 from lit_transformer.progress import say
 
 PATIENCE_SECONDS = 900
+CONTACTS = 5
 
 
 def without_password(url: str) -> str:
@@ -40,14 +41,18 @@ class PatientStorage(RDBStorage):
 
     def __init__(self, url: str, stopping: threading.Event, **options: Any) -> None:
         self.stopping = stopping
-        try:
-            super().__init__(url, **options)
-        except (ImportError, SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
-            # At first contact nothing is waited for: the address may be wrong.
-            reason = " ".join(str(getattr(error, "orig", error)).split())
-            raise ValueError(
-                f"--storage {without_password(url)} cannot be used: {reason}; start it, or correct the address"
-            ) from error
+        for attempt in range(CONTACTS):
+            try:
+                super().__init__(url, **options)
+                return
+            except (ImportError, SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
+                if _was_connected(error) and attempt + 1 < CONTACTS:
+                    continue  # it was there, and the connection broke
+                # At first contact nothing else is waited for: the address may be wrong.
+                reason = " ".join(str(getattr(error, "orig", error)).split())
+                raise ValueError(
+                    f"--storage {without_password(url)} cannot be used: {reason}; start it, or correct the address"
+                ) from error
 
     def patiently(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
         since, wait = time.monotonic(), 0.5
@@ -83,15 +88,25 @@ for _name in (*sorted(BaseStorage.__abstractmethods__), *_MORE):
     setattr(PatientStorage, _name, _patient(getattr(RDBStorage, _name)))
 
 
+def _cause(error: BaseException | None) -> DBAPIError | PendingRollbackError | None:
+    """What stands behind Optuna's own error."""
+    while error is not None and not isinstance(error, DBAPIError | PendingRollbackError):
+        error = error.__cause__
+    return error
+
+
+def _was_connected(error: BaseException) -> bool:
+    cause = _cause(error)
+    return isinstance(cause, PendingRollbackError) or (cause is not None and cause.connection_invalidated)
+
+
 def _what_the_database_says(error: BaseException) -> str | None:
     """Its words where waiting may help or the disk is full; None where the fault is another one."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, DBAPIError):
-        if isinstance(cause, PendingRollbackError):
-            return "a connection broke in the middle of a transaction"
-        cause = cause.__cause__
+    cause = _cause(error)
     if cause is None:
         return None
+    if isinstance(cause, PendingRollbackError):
+        return "a connection broke in the middle of a transaction"
     words = " ".join(str(cause.orig).split())
     # Lost connections of a server; SQLite has none, but writers that wait for each other beyond its time-out.
     lost = isinstance(cause, sqlalchemy.exc.OperationalError | sqlalchemy.exc.InterfaceError)

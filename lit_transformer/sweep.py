@@ -67,11 +67,12 @@ def run_study(engine: Engine, out: Path, retry: bool) -> int:
                 say(engine.summary())
                 if engine.study.search:
                     _describe(engine, resolved)
-    except KeyboardInterrupt:
-        say(f"{name}: stopping; the same command goes on")
-        raise
-    finally:
+    except BaseException as error:
         engine.stopping.set()
+        if isinstance(error, KeyboardInterrupt):
+            say(f"{name}: stopping; the same command goes on")
+        raise
+    finally:  # `stopping` stays unset at an ordinary end: what is read below is waited for too
         for worker in workers:
             worker.join()
     if engine.crashed:

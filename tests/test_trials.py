@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+import sqlalchemy
 from bench import Bench, alive, assert_done_once, ended, wait_for
 from optuna.trial import TrialState
 
@@ -204,6 +205,40 @@ def test_trials_go_on_while_the_server_is_away(bench, server, database, hasty):
     assert_done_once(bench, "slow/seed1", "late/seed1", "last/seed1", storage=database)
 
 
+BREAK = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname LIKE 't%'"
+
+
+def test_connections_that_break_after_the_last_trial_do_not_cost_the_table(bench, server, database, monkeypatch):
+    bench.study("base")
+    failures = trials.Trials.failures
+
+    def broken(self):
+        if threading.current_thread() is threading.main_thread():  # the workers have ended
+            server.execute(BREAK)
+        return failures(self)
+
+    monkeypatch.setattr(trials.Trials, "failures", broken)
+    assert bench.sweep("--storage", database) == 0
+    assert (bench.root / "results/s.csv").is_file()
+
+
+def test_a_connection_that_breaks_at_first_contact_is_made_again(bench, server, database, monkeypatch):
+    bench.study("base")
+    first = [True]
+
+    @sqlalchemy.event.listens_for(sqlalchemy.Engine, "before_cursor_execute")
+    def break_once(*_):
+        if first and first.pop():
+            server.execute(BREAK)
+
+    try:
+        assert bench.sweep("--storage", database) == 0
+    finally:
+        sqlalchemy.event.remove(sqlalchemy.Engine, "before_cursor_execute", break_once)
+    assert not first
+    assert_done_once(bench, "base/seed1", storage=database)
+
+
 def test_connections_that_break_all_the_time_lose_and_double_nothing(bench, server, database):
     names = [f"v{i}" for i in range(10)]
     bench.study(*names)
@@ -212,7 +247,7 @@ def test_connections_that_break_all_the_time_lose_and_double_nothing(bench, serv
 
     def harass() -> None:
         while not over.wait(0.7):
-            server.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname LIKE 't%'")
+            server.execute(BREAK)
 
     trouble = threading.Thread(target=harass)
     trouble.start()
