@@ -6,6 +6,8 @@ import errno
 import sys
 from collections.abc import Sequence
 
+from lit_transformer.signals import Stopped
+
 COMMANDS = {
     "prepare": "text to a tokenised store, with a report of what was dropped",
     "fit": "train one run, or go on with it; ends with its result.json",
@@ -28,7 +30,8 @@ def main(args: Sequence[str] | None = None) -> int:
         args: as typed, without the program's name; sys.argv's when not given.
 
     Returns:
-        Exit status: 0 done or nothing left to do, 1 could not be done, 2 wrongly called, 130 interrupted.
+        Exit status: 0 done or nothing left to do, 1 could not be done, 2 wrongly called, 128 and its number
+        where a signal ended it (130: Ctrl-C).
     """
     args = list(sys.argv[1:] if args is None else args)
     if not args or args[0] in ("-h", "--help"):
@@ -47,6 +50,9 @@ def main(args: Sequence[str] | None = None) -> int:
             raise  # a fault of ours or of a library: the traceback is the message
         print(f"lit-transformer {command}: error: {_one_line(error)}", file=sys.stderr)
         return 1
+    except Stopped as stopped:
+        print(f"lit-transformer {command}: {stopped}", file=sys.stderr)
+        return stopped.status
     except KeyboardInterrupt:
         print(f"lit-transformer {command}: interrupted; the same command goes on", file=sys.stderr)
         return 130

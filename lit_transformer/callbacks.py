@@ -9,41 +9,70 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lit_transformer.checkpoint import checkpoint_path, prune_checkpoints
+from lit_transformer.checkpoint import checkpoint_path, prune_checkpoints, remove_unfinished
 from lit_transformer.module import LitTransformer
 from lit_transformer.progress import clock, say
+from lit_transformer.ranks import TIMEOUT_SECONDS, Agreement, sign_in
+from lit_transformer.signals import Signals, Stopped
 from lit_transformer.store import write_json
 
 
 class Checkpoints(pl.Callback):
-    """Every so many updates, and at the last one, a checkpoint; of all, the newest `keep` stay.
+    """Every so many updates, at the last one, and where a signal ends the training, a checkpoint.
 
     Where a validation falls on the same update, the checkpoint comes after it: a resumed run then neither loses
     nor repeats the validation.
+
+    Args:
+        folder: where they go.
+        every: updates from one to the next.
+        keep: the newest so many stay.
+        signals: what ends the training.
+        timeout: seconds that ranks wait for each other.
     """
 
-    def __init__(self, folder: Path, every: int, keep: int) -> None:
+    def __init__(
+        self, folder: Path, every: int, keep: int, signals: Signals | None = None, timeout: int = TIMEOUT_SECONDS
+    ) -> None:
         self.folder, self.every, self.keep = folder, every, keep
+        self.signals, self.timeout = signals or Signals(), timeout
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        sign_in()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.agreement = Agreement(self.timeout)
+        if trainer.is_global_zero:
+            remove_unfinished(self.folder)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.signals.training = True  # what comes from here on waits for the end of the update
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         interval = trainer.val_check_batch
         done = trainer.fit_loop.epoch_loop.total_batch_idx + 1
         if done % trainer.accumulate_grad_batches == 0 and not (interval and done % interval == 0):
-            self._save_if_due(trainer)
+            self._end_of_update(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._save_if_due(trainer)
+            self._end_of_update(trainer)
 
-    def _save_if_due(self, trainer: pl.Trainer) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if number := self.agreement.settle():
+            raise Stopped(number, trainer.global_step)
+
+    def _end_of_update(self, trainer: pl.Trainer) -> None:
         step = trainer.global_step
-        if step % self.every and step != trainer.max_steps:
-            return
-        for logger in trainer.loggers:
-            logger.save()  # what a checkpoint says is past must stand on disk before it
-        trainer.save_checkpoint(checkpoint_path(self.folder, step), weights_only=False)  # with the training state
-        if trainer.is_global_zero:
-            prune_checkpoints(self.folder, self.keep)
+        signal = self.agreement.stop(self.signals.number)
+        if step % self.every == 0 or step == trainer.max_steps or signal:
+            for logger in trainer.loggers:
+                logger.save()  # what a checkpoint says is past must stand on disk before it
+            trainer.save_checkpoint(checkpoint_path(self.folder, step), weights_only=False)  # with the training state
+            if trainer.is_global_zero:
+                prune_checkpoints(self.folder, self.every, self.keep)
+        if signal:
+            raise Stopped(signal, step)
 
 
 class Progress(pl.Callback):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,31 +38,99 @@ def newest_checkpoint(run: Path) -> Path:
     return checkpoints[-1][1]
 
 
-def prune_checkpoints(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep`."""
-    for _, path in list_checkpoints(folder)[:-keep]:
+def prune_checkpoints(folder: Path, every: int, keep: int) -> None:
+    """Remove all but the newest, and the newest `keep` of those on schedule.
+
+    One that a signal left between two others goes with the next: which ones are averaged does not depend on when a
+    run was interrupted.
+    """
+    *older, (newest, _) = list_checkpoints(folder)
+    regular = [path for step, path in older if step % every == 0]
+    beside = keep - 1 if newest % every == 0 else keep
+    stay = regular[max(0, len(regular) - beside) :]
+    for _, path in older:
+        if path not in stay:
+            path.unlink(missing_ok=True)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """What a process that was killed while it saved has left."""
+    for path in folder.glob(".step-*.ckpt.*"):
         path.unlink(missing_ok=True)
+
+
+class DamagedCheckpoint(ValueError):
+    """A file that is no checkpoint, or one of another model; the message names it and says why."""
 
 
 def load_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
     """A checkpoint as plain data.
 
     Raises:
-        ValueError: the file is missing, cut short, or holds anything but tensors and plain values.
+        ValueError: the file is missing or cannot be read.
+        DamagedCheckpoint: it is cut short, has other bits than were written, or holds anything but tensors and
+            plain values.
     """
     try:
+        with zipfile.ZipFile(path) as archive:
+            if changed := archive.testzip():  # torch itself does not look at the checksums
+                raise zipfile.BadZipFile(f"{changed} has changed since it was written")
         checkpoint = torch.load(path, map_location=map_location, weights_only=True)
     except FileNotFoundError as error:
         raise ValueError(f"{path}: there is no such checkpoint") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except Exception as error:  # torch raises many kinds for a file that is no checkpoint
         # torch's own message recommends unsafe loading, so it is not passed on.
-        raise ValueError(
+        raise DamagedCheckpoint(
             f"{path} is damaged, or no checkpoint of plain data ({type(error).__name__}); remove it to use the one "
             "before it"
         ) from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise ValueError(f"{path} holds no model: a checkpoint written by `fit` or `average` is needed")
+        raise DamagedCheckpoint(f"{path} holds no model: a checkpoint written by `fit` or `average` is needed")
     return checkpoint
+
+
+def usable_checkpoint(
+    run: Path, module: torch.nn.Module, say: Callable[[str], None] = lambda line: None, set_aside: bool = False
+) -> tuple[int, Path | None]:
+    """The newest checkpoint of a run that can be gone on from, with its step; (0, None) where there is none at all.
+
+    Args:
+        module: the model that its weights must fit.
+        say: told of each one that cannot be used.
+        set_aside: give those another name.
+
+    Raises:
+        ValueError: there are some, and none can be used; or one cannot be read.
+    """
+    first: DamagedCheckpoint | None = None
+    for step, path in reversed(list_checkpoints(run / "checkpoints")):
+        try:
+            _must_fit(module, load_checkpoint(path), path)
+        except DamagedCheckpoint as error:
+            first = first or error
+            if set_aside:
+                aside = path.with_name(f"{path.name}.damaged")
+                path.rename(aside)
+                say(f"{error}; it is {aside.name} from now on, and the one before it is used")
+        except ValueError:
+            if path.is_file():
+                raise
+            first = first or DamagedCheckpoint(f"{path} was set aside by another process of this run")
+        else:
+            return step, path
+    if first:
+        raise ValueError(f"{run} has no checkpoint left to go on from: {first}") from first
+    return 0, None
+
+
+def _must_fit(module: torch.nn.Module, checkpoint: dict[str, Any], path: Path) -> None:
+    for name, ours in module.state_dict().items():
+        theirs = checkpoint["state_dict"].get(name)
+        if theirs is None or theirs.shape != ours.shape:
+            has = "none" if theirs is None else list(theirs.shape)
+            raise DamagedCheckpoint(f"{path} is of another model: {name} is {list(ours.shape)} here, {has} there")
 
 
 def _save(checkpoint: dict[str, Any], path: Path) -> None:

@@ -7,6 +7,7 @@ import functools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from lightning.pytorch.strategies import Strategy
 from lit_transformer.checkpoint import AtomicCheckpointIO, list_checkpoints
 from lit_transformer.data import TranslationDataModule
 from lit_transformer.module import LitTransformer
+from lit_transformer.ranks import TIMEOUT_SECONDS
 from lit_transformer.store import write_atomic
 from lit_transformer.transformer import TransformerConfig
 
@@ -85,6 +87,7 @@ class TrainerConfig:
         strategy: "auto", "ddp", or a strategy's class with its own arguments.
         devices: how many devices of a node, or which.
         num_nodes: how many nodes.
+        timeout: seconds that processes wait for each other before the run ends with an error.
         precision: of the computation; weights stay in float32 with the mixed ones.
         max_steps: optimiser updates to train.
         gradient_clip_val: largest norm of the global gradient; the paper does not clip.
@@ -100,6 +103,7 @@ class TrainerConfig:
     strategy: str | Strategy = "auto"
     devices: list[int] | str | int = "auto"
     num_nodes: int = 1
+    timeout: int = TIMEOUT_SECONDS
     precision: Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"] = "32-true"
     max_steps: int = 100_000
     gradient_clip_val: float | None = None
@@ -108,7 +112,7 @@ class TrainerConfig:
     profiler: Literal["simple", "advanced"] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "log_every_n_steps"):
+        for name in ("max_steps", "log_every_n_steps", "timeout"):
             if getattr(self, name) < 1:
                 raise ValueError(f"trainer.{name} = {getattr(self, name)}: must be at least 1")
         if self.gradient_clip_val is not None and not self.gradient_clip_val > 0:
@@ -122,8 +126,8 @@ class TrainerConfig:
             raise ValueError(f"trainer: {error}") from error
 
     def _trainer(self, **ours: Any) -> pl.Trainer:
-        return pl.Trainer(
-            **{field.name: getattr(self, field.name) for field in fields(self)},
+        trainer = pl.Trainer(
+            **{field.name: getattr(self, field.name) for field in fields(self) if field.name != "timeout"},
             plugins=[AtomicCheckpointIO()],
             use_distributed_sampler=False,
             num_sanity_val_steps=0,
@@ -132,6 +136,11 @@ class TrainerConfig:
             enable_model_summary=False,
             **ours,
         )
+        # Lightning's handlers save in the middle of an update, and wait for other ranks while they handle a signal.
+        trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+        if isinstance(self.strategy, str) and hasattr(trainer.strategy, "_timeout"):
+            trainer.strategy._timeout = timedelta(seconds=self.timeout)
+        return trainer
 
 
 class ExperimentCLI(LightningCLI):
@@ -217,8 +226,8 @@ class ExperimentCLI(LightningCLI):
             pairs |= {name: (self.config[group][name], paper[group][name]) for name in names}
         return [f"{name} = {ours} ({theirs})" for name, (ours, theirs) in pairs.items() if ours != theirs]
 
-    def keep_config(self) -> None:
-        """Save the configuration with the run, or refuse one that would make it another experiment."""
+    def refuse_another_experiment(self) -> None:
+        """Raises ValueError where the folder holds a run with another value of a field that makes the experiment."""
         path, result = self.folder / "config.yaml", self.folder / "result.json"
         before = None
         if path.is_file() and (result.is_file() or list_checkpoints(self.folder / "checkpoints")):
@@ -234,7 +243,12 @@ class ExperimentCLI(LightningCLI):
                         f"{self.folder} holds a run with {key} = {old.get(key)}, this command has {new.get(key)}: "
                         "another experiment needs another --run.dir"
                     )
-        write_atomic(path, self.parser.dump(self.config, skip_unset=False, format="yaml").encode())
+
+    def keep_config(self) -> None:
+        """Save the configuration with the run."""
+        write_atomic(
+            self.folder / "config.yaml", self.parser.dump(self.config, skip_unset=False, format="yaml").encode()
+        )
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

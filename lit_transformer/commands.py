@@ -20,12 +20,20 @@ from lightning.fabric.utilities.rank_zero import _get_rank
 from lightning.pytorch.loggers import CSVLogger
 
 from lit_transformer.callbacks import Checkpoints, Progress
-from lit_transformer.checkpoint import average_checkpoints, list_checkpoints, load_checkpoint, newest_checkpoint
+from lit_transformer.checkpoint import (
+    average_checkpoints,
+    list_checkpoints,
+    load_checkpoint,
+    newest_checkpoint,
+    usable_checkpoint,
+)
 from lit_transformer.cli import ExperimentCLI
 from lit_transformer.corpus import describe, prepare
 from lit_transformer.decode import BEAM_SIZE, LENGTH_PENALTY
 from lit_transformer.progress import say
+from lit_transformer.ranks import leave_children_alone, naming_who_is_missing
 from lit_transformer.scoring import facts, print_scores, score, write_outputs, write_result
+from lit_transformer.signals import Signals, Stopped, end_with_parent, requeue
 from lit_transformer.sources import read_lines
 from lit_transformer.store import Store, atomic_file, write_json
 from lit_transformer.tracking import tracked
@@ -66,59 +74,68 @@ def prepare_command(args: Sequence[str]) -> int:
 def fit_command(args: Sequence[str]) -> int:
     """Train, or go on; at the end score the whole validation split and write result.json."""
     _stop_with_the_sweep()
-    cli = ExperimentCLI(args, "fit")
-    folder, max_steps = cli.folder, cli.trainer_config.max_steps
-    with locked(folder), contextlib.ExitStack() as at_the_end:
-        checkpoints = list_checkpoints(folder / "checkpoints")
-        reached = checkpoints[-1][0] if checkpoints else 0
-        if reached > max_steps:
-            raise ValueError(
-                f"{folder} has already trained {reached:,} updates, more than trainer.max_steps = {max_steps:,}: "
-                "use another --run.dir for a shorter run"
-            )
-        trainer = cli.trainer_config.build(
-            logger=False,
-            callbacks=[
-                Checkpoints(folder / "checkpoints", cli.run.checkpoint_every, cli.run.keep_checkpoints),
-                Progress(folder),
-            ],
-        )
-        # Set by torchrun and its like, not where Lightning starts the other processes itself.
-        started = int(os.environ.get("WORLD_SIZE", "0")) if "RANK" in os.environ else 0
-        if started and started != trainer.world_size:
-            raise ValueError(
-                f"a launcher has started {started} processes, and trainer.devices x trainer.num_nodes is "
-                f"{trainer.world_size}: set trainer.devices to the processes of a node and trainer.strategy to ddp"
-            )
-        if not _get_rank():
-            cli.keep_config()
-        if _has_result(cli, reached):
-            say(f"{folder} is finished: {max_steps:,} updates, see {folder / 'result.json'}")
-            return 0
-        if not _get_rank():
-            departures = ", ".join(cli.departures()) or "nothing"
-            say(f"{cli.model.model.num_parameters:,} parameters; departs from the paper's base in: {departures}")
-        wandb_run = at_the_end.enter_context(tracked(cli, reached))
-        if reached < max_steps:
-            if reached:
-                say(f"{folder}: going on after update {reached:,}")
-            newest = checkpoints[-1][1] if checkpoints else None
-            trainer.loggers = [CSVLogger(folder, name="csv"), *([wandb_run] if wandb_run else [])]
+    end_with_parent()
+    with Signals() as signals:
+        cli = ExperimentCLI(args, "fit")
+        with locked(cli.folder), contextlib.ExitStack() as at_the_end:
             try:
-                trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=newest, weights_only=True)
-            except SystemExit:
-                if trainer.interrupted:  # Lightning turns an interrupt into an exit of its own
-                    raise KeyboardInterrupt from None
+                with naming_who_is_missing():
+                    return _fit(cli, args, signals, at_the_end)
+            except Stopped as stopped:
+                leave_children_alone()
+                if stopped.number == signal.SIGUSR1 and stopped.step and not _get_rank() and (answer := requeue()):
+                    say(answer)
                 raise
-        scored = list_checkpoints(folder / "checkpoints")[-1][1]
-        if cli.run.average > 1:
-            scored = _average(folder, cli.run.average, write=trainer.is_global_zero)
-            trainer.strategy.barrier()
-        found = score(cli, trainer, "valid", scored)
-        if trainer.is_global_zero:
-            write_result(cli, trainer, found, scored, args)
-        if wandb_run:
-            wandb_run.log_result(folder)
+
+
+def _fit(cli: ExperimentCLI, args: Sequence[str], signals: Signals, at_the_end: contextlib.ExitStack) -> int:
+    folder, max_steps, first = cli.folder, cli.trainer_config.max_steps, not _get_rank()
+    cli.refuse_another_experiment()
+    reached, newest = usable_checkpoint(folder, cli.model, say, set_aside=first)
+    if reached > max_steps:
+        raise ValueError(
+            f"{folder} has already trained {reached:,} updates, more than trainer.max_steps = {max_steps:,}: "
+            "use another --run.dir for a shorter run"
+        )
+    timeout = cli.trainer_config.timeout
+    trainer = cli.trainer_config.build(
+        logger=False,
+        callbacks=[
+            Checkpoints(folder / "checkpoints", cli.run.checkpoint_every, cli.run.keep_checkpoints, signals, timeout),
+            Progress(folder),
+        ],
+    )
+    # Set by torchrun and its like, not where Lightning starts the other processes itself.
+    started = int(os.environ.get("WORLD_SIZE", "0")) if "RANK" in os.environ else 0
+    if started and started != trainer.world_size:
+        raise ValueError(
+            f"a launcher has started {started} processes, and trainer.devices x trainer.num_nodes is "
+            f"{trainer.world_size}: set trainer.devices to the processes of a node and trainer.strategy to ddp"
+        )
+    if first:
+        cli.keep_config()
+    if _has_result(cli, reached):
+        say(f"{folder} is finished: {max_steps:,} updates, see {folder / 'result.json'}")
+        return 0
+    if first:
+        departures = ", ".join(cli.departures()) or "nothing"
+        say(f"{cli.model.model.num_parameters:,} parameters; departs from the paper's base in: {departures}")
+    wandb_run = at_the_end.enter_context(tracked(cli, reached))
+    if reached < max_steps:
+        if reached:
+            say(f"{folder}: going on after update {reached:,}")
+        trainer.loggers = [CSVLogger(folder, name="csv"), *([wandb_run] if wandb_run else [])]
+        trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=newest, weights_only=True)
+        signals.raise_pending()
+    scored = newest_checkpoint(folder)
+    if cli.run.average > 1:
+        scored = _average(folder, cli.run.average, write=trainer.is_global_zero)
+        trainer.strategy.barrier()
+    found = score(cli, trainer, "valid", scored)
+    if trainer.is_global_zero:
+        write_result(cli, trainer, found, scored, args)
+    if wandb_run:
+        wandb_run.log_result(folder)
     return 0
 
 

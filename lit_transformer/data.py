@@ -17,9 +17,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from lit_transformer.batching import UpdatePlan, evaluation_batches
 from lit_transformer.corpus import prepare, store_folder
+from lit_transformer.signals import ignore_signals
 from lit_transformer.sources import CorpusConfig
 from lit_transformer.store import Sentences, Store
 from lit_transformer.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
+
+EVALUATION_TOKENS = 2048  # sentences times longest side, padding included
 
 
 class Batch(NamedTuple):
@@ -79,12 +82,15 @@ class TrainingBatches(_Split):
 
 
 class EvaluationBatches(_Split):
-    """Every sentence of a split once over all ranks, as many batches on each."""
+    """Every sentence of a split once over all ranks, as many batches on each.
 
-    def __init__(self, store: Store, split: str, max_tokens: int, rank: int, world: int) -> None:
+    Their size is no option: what shares a batch with a sentence touches the last bits of its score.
+    """
+
+    def __init__(self, store: Store, split: str, rank: int, world: int) -> None:
         super().__init__(store, split)
         sizes = np.maximum(self.src.lengths, self.tgt.lengths) + 1
-        self.batches = evaluation_batches(sizes, max_tokens, world)[rank]
+        self.batches = evaluation_batches(sizes, EVALUATION_TOKENS, world)[rank]
 
     def __getitem__(self, k: int) -> Batch:
         ids = self.batches[k]
@@ -114,6 +120,7 @@ class Loader:
                 batch_size=None,
                 sampler=range(self.start(), self.length),
                 num_workers=self.num_workers,
+                worker_init_fn=ignore_signals,
                 pin_memory=torch.cuda.is_available(),
             )
         )
@@ -216,7 +223,7 @@ class TranslationDataModule(pl.LightningDataModule):
         trainer = self.trainer
         assert trainer is not None
         assert self.store is not None
-        self.evaluated = EvaluationBatches(self.store, split, self.max_tokens, trainer.global_rank, trainer.world_size)
+        self.evaluated = EvaluationBatches(self.store, split, trainer.global_rank, trainer.world_size)
         return Loader(self.evaluated, len(self.evaluated), lambda: 0, 0)
 
     def val_dataloader(self) -> Loader:

@@ -217,14 +217,18 @@ def search_all(
     length_penalty: float = LENGTH_PENALTY,
     n_best: int = 1,
     batch_tokens: int = 8192,
+    share: tuple[int, int] = (0, 1),
     report: Callable[[int], None] = lambda done: None,
 ) -> list[list[Hypothesis]]:
     """Beam search over any number of sources, batched by length; outputs stand in the order of the inputs.
+
+    The batches are the same for any number of processes that share the work, so their outputs are too.
 
     Args:
         model: a Transformer; searched in eval mode, its own mode is restored.
         sources: ids of each source, EOS included.
         batch_tokens: padded source tokens in one batch, times beams; a longer sentence is a batch of its own.
+        share: (k, n) searches the k-th of every n batches; the other sources' outputs are empty.
         report: told after each batch how many sources are done.
 
     Raises:
@@ -233,13 +237,17 @@ def search_all(
     _check_sizes(beam_size, n_best, length_penalty)
     device = next(model.parameters()).device
     order = sorted(range(len(sources)), key=lambda i: -len(sources[i]))
+    batches = []
+    while order:
+        rows = max(1, batch_tokens // (len(sources[order[0]]) * beam_size))
+        batches.append(order[:rows])
+        order = order[rows:]
     results: list[list[Hypothesis]] = [[] for _ in sources]
+    done = 0
     training = model.training
     model.eval()
     try:
-        while order:
-            rows = max(1, batch_tokens // (len(sources[order[0]]) * beam_size))
-            batch, order = order[:rows], order[rows:]
+        for batch in batches[share[0] :: share[1]]:
             found = beam_search(
                 model,  # type: ignore[arg-type]
                 pad([sources[i] for i in batch], device),
@@ -249,7 +257,8 @@ def search_all(
             )
             for i, hypotheses in zip(batch, found, strict=True):
                 results[i] = hypotheses
-            report(len(sources) - len(order))
+            done += len(batch)
+            report(done)
     finally:
         model.train(training)
     return results

@@ -21,6 +21,8 @@ from lit_transformer.sources import one_line
 from lit_transformer.tokenizer import PAD_ID
 from lit_transformer.transformer import Transformer, TransformerConfig
 
+MAX_LEFT_OUT = 5
+
 
 class TrainingError(RuntimeError):
     """Training cannot go on; the message says why in words for a user."""
@@ -69,7 +71,7 @@ class Evaluation:
     """What a validation or test found.
 
     Scores, hypotheses and `finished` are of the sentences with numbers in `decoded`; `sentence_nll` is of every
-    sentence of the split, in nats and in its order, and empty during training.
+    sentence of the split, in nats and in its order.
     """
 
     split: str
@@ -156,10 +158,13 @@ class LitTransformer(pl.LightningModule):
         self.compile_model = compile
         self.beam_size, self.length_penalty = BEAM_SIZE, LENGTH_PENALTY
         self.model = Transformer(self.config)
-        self.loss_mean, self.nll_mean, self.evaluation_nll = TokenNLL(), TokenNLL(), TokenNLL()
+        self.loss_mean, self.nll_mean = TokenNLL(), TokenNLL()
         self.evaluation: Evaluation | None = None  # the latest one
-        self._sentence_nll: dict[int, float] = {}  # of the evaluation under way, this rank's share
+        self._sentence_nll: list[Tensor] = []  # of the evaluation under way, this rank's batches
         self.latest: dict[str, float] = {}  # the latest value of everything logged
+        # Updates left out because their gradient was not finite: all of them, and the latest in a row.
+        # No buffer: those are sent to all ranks before each forward pass.
+        self.left_out = torch.zeros(2, dtype=torch.int64)
         self.training_seconds = 0.0  # over all sessions of this run, validations included
         self._window_tokens, self._window_start = 0, time.monotonic()
 
@@ -218,20 +223,24 @@ class LitTransformer(pl.LightningModule):
         return loss / batch.update_tokens * (accumulation * world)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set the rate, log, and stop before a non-finite update reaches the weights."""
+        """Set the rate, leave out an update that is not finite, and log.
+
+        Gradients are those of the whole update, summed over all ranks, so all ranks leave it out together; that it
+        is left out is decided where the gradients are, and nobody waits for the answer.
+
+        Raises:
+            TrainingError: the latest updates were not finite, MAX_LEFT_OUT of them or more in a row.
+        """
         step = self.trainer.global_step + 1
         rate = learning_rate(step, self.config.d_model, self.warmup, self.lr_factor, self.warmup_start)
         for group in optimizer.param_groups:
             group["lr"] = rate
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
-        # Gradients are already summed over the ranks, so all of them stop here together.  The float16 scaler skips
-        # its own overflows.
-        if self.trainer.precision != "16-mixed" and not torch.isfinite(norm):
-            raise TrainingError(
-                f"update {step}: the loss or its gradient is no longer finite (loss {self.loss_mean.nll.item():.4g}, "
-                f"gradient norm {norm.item():.4g}); no checkpoint holds it. "
-                "Lower model.lr_factor, raise model.warmup, or train in float32"
-            )
+        if self.trainer.precision != "16-mixed":  # its scaler does the same, and takes overflows for granted
+            bad = ~torch.isfinite(norm)
+            self.left_out += bad
+            self.left_out[1] *= bad
+            optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # fused Adam then changes nothing
         self._window_tokens += self._data.plan.update(step - 1).tgt_tokens
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if step % every == 0 or step in (1, self.trainer.max_steps):
@@ -243,13 +252,21 @@ class LitTransformer(pl.LightningModule):
                 "train_perplexity": perplexity(nll),
                 "learning_rate": rate,
                 "grad_norm": norm.item(),
+                "updates_left_out": float(self.left_out[0]),
                 "tgt_tokens_per_second": self._window_tokens / max(1e-9, now - self._window_start),
             }
             self._window_tokens, self._window_start = 0, now
             self._log(values, step)
+            if self.left_out[1] >= MAX_LEFT_OUT:
+                raise TrainingError(
+                    f"update {step}: the loss or its gradient is no longer finite (loss {values['train_loss']:.4g}, "
+                    f"gradient norm {norm.item():.4g}), as in the {int(self.left_out[1])} latest updates, which were "
+                    "left out; no weights hold it. Lower model.lr_factor, raise model.warmup, or train in float32"
+                )
 
     def on_train_start(self) -> None:
         self._start = time.monotonic()
+        self.left_out = self.left_out.to(self.device)
         self._restart_window()
 
     def on_train_end(self) -> None:
@@ -270,10 +287,12 @@ class LitTransformer(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["training_seconds"] = self.training_seconds + time.monotonic() - self._start
+        checkpoint["updates_left_out"] = self.left_out.tolist()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Bring Lightning's count of micro-batches to this run's accumulation, which may be another one."""
         self.training_seconds = checkpoint.get("training_seconds", 0.0)
+        self.left_out = torch.tensor(checkpoint.get("updates_left_out", [0, 0]))
         loops = checkpoint.get("loops", {}).get("fit_loop")
         if loops and self._trainer is not None and self.trainer.state.fn == "fit":
             done = checkpoint["global_step"] * self.trainer.accumulate_grad_batches
@@ -285,17 +304,14 @@ class LitTransformer(pl.LightningModule):
     # Evaluation
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        nll = sentence_nll(self.model(batch.src, batch.tgt_in), batch.tgt_out)
-        self.evaluation_nll.update(nll.double().sum(), (batch.tgt_out != PAD_ID).sum())
-        if self.trainer.state.fn != "fit":
-            self._sentence_nll.update(zip(self._data.evaluated.batches[batch_idx].tolist(), nll.tolist(), strict=False))
+        self._sentence_nll.append(sentence_nll(self.model(batch.src, batch.tgt_in), batch.tgt_out))
 
     test_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
         """Perplexity always; BLEU when its turn has come, on all sentences outside of training."""
         if self.trainer.sanity_checking:
-            self.evaluation_nll.reset()
+            self._sentence_nll = []
             return
         if self.trainer.state.fn != "fit":
             self._evaluate("valid", self.bleu_sentences)
@@ -312,8 +328,10 @@ class LitTransformer(pl.LightningModule):
         self._evaluate("test", self.bleu_sentences)
 
     def _evaluate(self, split: str, sentences: int) -> None:
-        nll = self.evaluation_nll.compute().item()
-        self.evaluation_nll.reset()
+        """Score a split with what all ranks have found; the same bits for any number of them."""
+        batches = zip(self._data.evaluated.batches, self._sentence_nll, strict=True)
+        mine = {i: nll for ids, values in batches for i, nll in zip(ids.tolist(), values.tolist(), strict=False)}
+        self._sentence_nll = []
         targets = self._data.sentences(split, "tgt")
         tokens = int(targets.lengths.sum()) + len(targets)
         sources, references = self._data.sources(split), self._data.references(split)
@@ -321,23 +339,29 @@ class LitTransformer(pl.LightningModule):
         rank, world = self.global_rank, self.trainer.world_size
         outputs = search_all(
             self.model,
-            [sources[i] for i in chosen[rank::world]],
+            [sources[i] for i in chosen],
             beam_size=self.beam_size,
             length_penalty=self.length_penalty,
-            report=reporter(f"decoding {split}", len(chosen[rank::world])) if rank == 0 else lambda done: None,
+            share=(rank, world),
+            report=reporter(f"decoding {split}", len(chosen) // world) if rank == 0 else lambda done: None,
         )
-        mine = [(one_line(self._data.tokenizer.decode(best[0].ids)), best[0].finished) for best in outputs]
-        parts: list[Any] = [(mine, self._sentence_nll)]
+        decoded = {
+            i: (one_line(self._data.tokenizer.decode(best[0].ids)), best[0].finished)
+            for i, best in zip(chosen, outputs, strict=True)
+            if best
+        }
+        parts: list[Any] = [(mine, decoded)]
         if world > 1:
             parts = [None] * world
-            torch.distributed.all_gather_object(parts, (mine, self._sentence_nll))
-        self._sentence_nll = {}
-        found: list[tuple[str, bool]] = [("", True)] * len(chosen)
+            torch.distributed.all_gather_object(parts, (mine, decoded))
         each: dict[int, float] = {}
-        for r, (decoded, nlls) in enumerate(parts):
-            found[r::world] = decoded
+        found: dict[int, tuple[str, bool]] = {}
+        for nlls, texts in parts:
             each |= nlls
-        hypotheses, wanted = [text for text, _ in found], [references[i] for i in chosen]
+            found |= texts
+        sentence_nlls = [each[i] for i in range(len(targets))]
+        hypotheses, finished = [found[i][0] for i in chosen], [found[i][1] for i in chosen]
+        wanted = [references[i] for i in chosen]
         scores = []
         if chosen:
             scores = [
@@ -345,6 +369,5 @@ class LitTransformer(pl.LightningModule):
                 compound_split_bleu(hypotheses, wanted, self._data.corpus.tgt_lang, decoded=True),
                 corpus_chrf(hypotheses, wanted, decoded=True),
             ]
-        step, finished = self.trainer.global_step, [ended for _, ended in found]
-        sentences_nll = [each[i] for i in sorted(each)]
-        self.evaluation = Evaluation(split, step, nll, tokens, chosen, hypotheses, finished, scores, sentences_nll)
+        nll, step = math.fsum(sentence_nlls) / tokens, self.trainer.global_step
+        self.evaluation = Evaluation(split, step, nll, tokens, chosen, hypotheses, finished, scores, sentence_nlls)

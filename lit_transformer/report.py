@@ -87,6 +87,7 @@ def _facts(result: Mapping[str, Any]) -> dict[str, str]:
         "device": f"{result.get('processes', 1)} x {result.get('device', 'unknown')}",
         "hours": f"{result['hours']:.2f}",
         "cut at the length limit": f"{result['unfinished']:,}" if "unfinished" in result else "",
+        "updates left out": str(result.get("updates_left_out") or ""),
         "commit": versions.get("lit_transformer_commit", ""),
         "versions": ", ".join(f"{k} {v}" for k, v in versions.items() if k != "lit_transformer_commit"),
     }

@@ -94,12 +94,17 @@ def write_result(cli: ExperimentCLI, trainer: pl.Trainer, found: Evaluation, sco
     last, checkpoint = load_checkpoint(path), load_checkpoint(scored)
     cli.datamodule.setup("fit")
     device = torch.cuda.get_device_name() if trainer.strategy.root_device.type == "cuda" else "CPU"
+    left_out = last.get("updates_left_out", [0])[0]
+    if left_out:
+        updates = "update was" if left_out == 1 else "updates were"
+        say(f"{left_out} {updates} left out: the loss or its gradient was not finite there")
     write_outputs(cli.folder, cli, found, "valid")
     write_json(
         cli.folder / "result.json",
         {
             **facts(cli, found, checkpoint),
             **training_counts(cli.datamodule.plan, cli.model.config, step),
+            "updates_left_out": left_out,
             "hours": last["training_seconds"] / 3600,
             "max_length": cli.datamodule.corpus.max_length,
             "device": device,

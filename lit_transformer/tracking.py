@@ -134,7 +134,9 @@ def tracked(cli: ExperimentCLI, reached: int) -> Iterator[WandbRun | None]:
             tracker.catch_up(cli.folder, reached)
         yield tracker
         status = 0
-    except (KeyboardInterrupt, SystemExit):
+    except Exception:
+        raise
+    except BaseException:  # a signal's
         status = KILLED
         raise
     finally:

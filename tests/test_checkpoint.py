@@ -139,9 +139,26 @@ def test_names_sort_by_number_and_strangers_are_left_alone(tmp_path):
     for name in ("average-5-step-00000300.ckpt", "step-x.ckpt", "notes.txt"):
         (tmp_path / name).touch()
     assert [step for step, _ in list_checkpoints(tmp_path)] == [5, 40, 300, 123456789]
-    prune_checkpoints(tmp_path, 2)
+    prune_checkpoints(tmp_path, 20, 1)
     assert [step for step, _ in list_checkpoints(tmp_path)] == [300, 123456789]
     assert (tmp_path / "average-5-step-00000300.ckpt").exists()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ([10, 20, 30, 40, 50], [10, 20, 30, 40, 50]),
+        ([10, 20, 30, 40, 50, 53], [10, 20, 30, 40, 50, 53]),  # stopped by a signal: no regular one is lost
+        ([10, 20, 30, 40, 50, 53, 60], [20, 30, 40, 50, 60]),  # what a run without the stop has
+        ([10, 20, 30, 33, 35], [10, 20, 30, 35]),  # stopped twice
+        ([1], [1]),
+    ],
+)
+def test_what_is_kept_does_not_depend_on_when_a_run_was_stopped(before, after, tmp_path):
+    for step in before:
+        checkpoint_path(tmp_path, step).touch()
+    prune_checkpoints(tmp_path, 10, 5)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == after
 
 
 def test_thirty_saves_keep_the_newest_five(corpus, tmp_path):

@@ -7,6 +7,7 @@ import contextlib
 import csv
 import fcntl
 import io
+import itertools
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 import torch
@@ -171,7 +173,9 @@ def crash_at(monkeypatch, update, error=Crash):
 
     def training_step(self, batch, batch_idx):
         if self.trainer.global_step + 1 == update:
-            raise error
+            if not isinstance(error, FunctionType):
+                raise error
+            error()
         return original(self, batch, batch_idx)
 
     monkeypatch.setattr(module.LitTransformer, "training_step", training_step)
@@ -585,59 +589,93 @@ def test_a_run_without_its_result_is_scored_again_without_training(corpus, copie
     assert lines(copied / "hypotheses.valid.txt") == lines(finished / "hypotheses.valid.txt")
 
 
-def test_an_interrupt_in_training_exits_130_and_the_run_goes_on(corpus, finished, tmp_path, monkeypatch, capsys):
-    run, handler = tmp_path / "run", signal.getsignal(signal.SIGINT)
-    try:
-        with monkeypatch.context() as patched:
-            crash_at(patched, 7, KeyboardInterrupt)
-            try:
-                status = fit(corpus, run)
-            except SystemExit as stop:
-                status = stop.code
-    finally:
-        signal.signal(signal.SIGINT, handler)  # Lightning ignores it from then on
+def test_a_second_interrupt_does_not_wait_for_the_update_and_the_run_goes_on(corpus, finished, tmp_path, capsys):
+    run = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patched:
+        crash_at(patched, 7, lambda: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
+        assert fit(corpus, run) == 130
+    assert "stopped by SIGINT; the same command goes on" in capsys.readouterr().err
     assert steps(run) == [4]
     assert fit(corpus, run) == 0
     assert same_weights(newest(run), newest(finished))
-    assert status == 130
 
 
-def test_a_loss_that_is_not_finite_stops_in_one_line_with_the_earlier_checkpoint_intact(
-    corpus, finished, tmp_path, monkeypatch, capsys
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("update", [1, 4, 6, 8, UPDATES])
+def test_a_signal_in_training_leaves_one_checkpoint_and_the_run_goes_on(
+    name, update, corpus, finished, tmp_path, capsys
 ):
-    run, original = tmp_path / "run", module.token_losses
-
-    def losses(logits, targets, label_smoothing):
-        losses.calls += label_smoothing > 0
-        loss, nll = original(logits, targets, label_smoothing)
-        return (loss * math.nan if losses.calls == 11 and label_smoothing else loss), nll
-
-    losses.calls = 0
-    # 250 tokens an update fit into one micro-batch of 400, so the eleventh loss is update 11's.
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "token_losses", losses)
-        assert fit(corpus, run) == 1
-    error = one_error(capsys.readouterr().err)
-    assert "update 11" in error
-    assert "no longer finite" in error
-    assert steps(run) == [4, 8]
-    assert all(torch.isfinite(tensor).all() for tensor in newest(run)["state_dict"].values())
-    assert not (run / "result.json").exists()
+    """Updates between checkpoints, with one, with a validation, and the last."""
+    run, number = tmp_path / "run", signal.Signals[name]
+    with pytest.MonkeyPatch.context() as patched:
+        crash_at(patched, update, lambda: signal.raise_signal(number))
+        assert fit(corpus, run) == 128 + number
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"lit-transformer fit: stopped by {name} after update {update}, which is saved; the same command goes on"
+    )
+    assert steps(run) == [*range(4, update, 4), update][-3:]
     assert fit(corpus, run) == 0
     assert same_weights(newest(run), newest(finished))
+    assert steps(run) == steps(finished)
+    assert metrics(run, "val_nll") == metrics(finished, "val_nll")
+
+
+def test_a_signal_while_scoring_ends_at_once(corpus, finished, copied, monkeypatch):
+    (copied / "result.json").unlink()
+    with monkeypatch.context() as patched:
+        step = module.LitTransformer.validation_step
+        patched.setattr(
+            module.LitTransformer, "validation_step", lambda *a: (signal.raise_signal(signal.SIGTERM), step(*a))[1]
+        )
+        assert fit(corpus, copied) == 128 + signal.SIGTERM
+    assert not (copied / "result.json").exists()
+    assert fit(corpus, copied) == 0
+
+
+def not_finite(monkeypatch, calls):
+    """The loss of some micro-batches is not a number."""
+    original, done = module.token_losses, itertools.count(1)
+
+    def losses(logits, targets, label_smoothing):
+        loss, nll = original(logits, targets, label_smoothing)
+        return (loss * math.nan if next(done) in calls else loss), nll
+
+    monkeypatch.setattr(module, "token_losses", losses)
+
+
+def test_a_loss_that_stays_not_finite_stops_in_one_line_with_finite_weights(corpus, finished, tmp_path, capsys):
+    run = tmp_path / "run"
+    # 250 tokens an update fit into one micro-batch of 400, so the eleventh loss is update 11's.
+    with pytest.MonkeyPatch.context() as patched:
+        not_finite(patched, range(11, 100))
+        assert fit(corpus, run) == 1
+    error = one_error(capsys.readouterr().err)
+    assert "update 15" in error
+    assert "no longer finite" in error
+    assert steps(run) == [4, 8, 12]
+    assert all(torch.isfinite(tensor).all() for tensor in newest(run)["state_dict"].values())
+    assert not (run / "result.json").exists()
+
+
+def test_a_loss_that_is_not_finite_once_is_left_out_said_and_recorded(corpus, tmp_path, capsys):
+    run = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patched:
+        not_finite(patched, {11})
+        assert fit(corpus, run) == 0
+    assert "1 update was left out" in capsys.readouterr().err
+    assert read_json(run / "result.json")["updates_left_out"] == 1
 
 
 def test_a_rate_that_is_far_too_high_stops_in_one_line(corpus, tmp_path, capsys):
     assert fit(corpus, tmp_path / "run", model__lr_factor=1e30, run__checkpoint_every=1) == 1
-    assert "update 2: " in one_error(capsys.readouterr().err)
-    assert steps(tmp_path / "run") == [1]
+    assert "update 6: " in one_error(capsys.readouterr().err)
 
 
 def test_thirty_saves_leave_the_newest_five_and_the_averages(corpus, tmp_path, monkeypatch):
     run, prune, counts = tmp_path / "run", callbacks.prune_checkpoints, []
 
-    def counted(folder, keep):
-        prune(folder, keep)
+    def counted(folder, every, keep):
+        prune(folder, every, keep)
         counts.append(len(steps(run)))
 
     monkeypatch.setattr(callbacks, "prune_checkpoints", counted)
@@ -876,12 +914,49 @@ def test_a_wrong_checkpoint_is_refused_in_one_line(kind, strangers, copied, caps
     assert content(copied) == before
 
 
-def test_a_damaged_checkpoint_does_not_let_a_run_go_on_or_start_anew(corpus, copied, capsys):
-    path = list_checkpoints(copied / "checkpoints")[-1][1]
+def cut_short(path):
     path.write_bytes(path.read_bytes()[:1000])
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def of_another_model(path):
+    checkpoint = load_checkpoint(path)
+    name = next(iter(checkpoint["state_dict"]))
+    checkpoint["state_dict"][name] = torch.zeros(3)
+    torch.save(checkpoint, path)
+
+
+@pytest.mark.parametrize("damage", [cut_short, flip_a_bit, of_another_model, lambda path: path.write_bytes(b"")])
+def test_a_damaged_checkpoint_is_set_aside_aloud_and_the_one_before_it_is_used(
+    damage, corpus, finished, copied, capsys
+):
+    longer = {"trainer__max_steps": UPDATES + 4}
+    assert fit(corpus, copied, **longer) == 0
+    expected, before = newest(copied), steps(finished)
+    shutil.rmtree(copied)
+    shutil.copytree(finished, copied)
+    path = list_checkpoints(copied / "checkpoints")[-1][1]
+    damage(path)
+    capsys.readouterr()
+    assert fit(corpus, copied, **longer) == 0
+    said = capsys.readouterr().err
+    assert f"{path.name} is" in said
+    assert f"{path.name}.damaged from now on, and the one before it is used" in said
+    assert f"going on after update {before[-2]}" in said
+    assert path.with_name(f"{path.name}.damaged").is_file()
+    assert same_weights(newest(copied), expected)
+
+
+def test_a_run_with_damaged_checkpoints_alone_does_not_start_anew(corpus, copied, capsys):
+    for _, path in list_checkpoints(copied / "checkpoints"):
+        cut_short(path)
     assert fit(corpus, copied, trainer__max_steps=UPDATES + 4) == 1
-    assert path.name in one_error(capsys.readouterr().err)
-    assert steps(copied)[-1] == UPDATES
+    assert "has no checkpoint left to go on from" in one_error(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 from conftest import Seen, make_data, make_module, make_trainer, train
 from torch.nn import functional as F
 
+from lit_transformer.checkpoint import list_checkpoints
 from lit_transformer.data import collate
 from lit_transformer.module import LitTransformer, TrainingError, learning_rate, sentence_nll, token_losses
 from lit_transformer.tokenizer import PAD_ID
@@ -187,17 +188,67 @@ def test_validation_perplexity_is_exp_of_the_unsmoothed_nll_of_all_target_tokens
     assert module.evaluation.perplexity == pytest.approx(math.exp(total / count), rel=1e-5)
 
 
-def test_a_non_finite_update_stops_before_it_reaches_the_weights(corpus):
-    class Poison(pl.Callback):
-        def on_after_backward(self, trainer, module):
-            if trainer.global_step == 3:
-                module.model.embedding.weight.grad[5, 0] = float("nan")
+class Poison(pl.Callback):
+    """One gradient is not finite in some updates; notes the weights after each update."""
 
-    module, trainer = make_module(), make_trainer(callbacks=[Poison()])
-    with pytest.raises(TrainingError, match=r"update 4: .*no longer finite"):
+    def __init__(self, updates, value=math.nan):
+        self.poisoned, self.value, self.weights = updates, value, {}
+
+    def on_after_backward(self, trainer, module):
+        if trainer.global_step + 1 in self.poisoned:
+            module.model.embedding.weight.grad[5, 0] = self.value
+
+    def on_train_batch_end(self, trainer, module, *_):
+        self.weights[trainer.global_step] = torch.cat([p.detach().flatten().clone() for p in module.parameters()])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_an_update_that_is_not_finite_is_left_out_and_counted(corpus, value):
+    poison, seen = Poison({4}, value), Seen()
+    module, trainer = make_module(), make_trainer(callbacks=[poison, seen])
+    trainer.fit(module, datamodule=make_data(corpus))
+    assert torch.equal(poison.weights[4], poison.weights[3])
+    assert not torch.equal(poison.weights[5], poison.weights[4])
+    assert all(torch.isfinite(w).all() for w in poison.weights.values())
+    assert module.left_out.tolist() == [1, 0]
+    assert {int(state["step"]) for state in trainer.optimizers[0].state.values()} == {5}
+    # The rate and the sentences are those of the update's number, as in a run without the fault.
+    assert seen.rates == pytest.approx([learning_rate(step, 16, 10) for step in range(1, 7)])
+
+
+def test_what_was_left_out_is_as_if_adam_had_never_seen_it(corpus):
+    poison = Poison({2})
+    module, trainer = make_module(), make_trainer(callbacks=[poison], max_steps=4)
+    trainer.fit(module, datamodule=make_data(corpus))
+
+    class Without(Poison):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            if trainer.global_step + 1 == 2:
+                for parameter in module.parameters():
+                    parameter.grad = None  # torch passes over those
+
+    other, without = make_module(), Without(set())
+    make_trainer(callbacks=[without], max_steps=4).fit(other, datamodule=make_data(corpus))
+    for step in range(1, 5):
+        assert torch.equal(poison.weights[step], without.weights[step])
+
+
+def test_updates_that_stay_not_finite_end_the_training_with_weights_that_are(corpus):
+    poison = Poison(set(range(4, 100)))
+    module, trainer = make_module(), make_trainer(callbacks=[poison], max_steps=30)
+    with pytest.raises(TrainingError, match=r"update 8: .*no longer finite .*the 5 latest updates"):
         trainer.fit(module, datamodule=make_data(corpus))
-    assert trainer.global_step == 3
-    assert all(torch.isfinite(p).all() for p in module.parameters())
+    assert trainer.global_step == 7
+    assert torch.equal(poison.weights[7], poison.weights[3])
+
+
+def test_the_count_of_what_was_left_out_goes_on_after_a_resume(corpus, tmp_path):
+    for max_steps in (6, 7):
+        module, data = make_module(), make_data(corpus)
+        trainer = make_trainer(tmp_path, callbacks=[Poison({2, 5, 6})], max_steps=max_steps)
+        found = list_checkpoints(tmp_path)
+        trainer.fit(module, datamodule=data, ckpt_path=found[-1][1] if found else None, weights_only=True)
+        assert module.left_out.tolist() == [3, 2 if max_steps == 6 else 0]
 
 
 def test_a_checkpoint_loads_by_itself_with_the_model_it_holds(corpus, tmp_path):

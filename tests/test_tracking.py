@@ -21,6 +21,7 @@ from wandb_server import wandb_server
 from lit_transformer import module
 from lit_transformer.__main__ import main
 from lit_transformer.checkpoint import list_checkpoints
+from lit_transformer.signals import Stopped
 from lit_transformer.tracking import FAILED, KILLED
 from lit_transformer.wandb_file import last_update, mend, records
 
@@ -194,8 +195,8 @@ def test_results_do_not_depend_on_tracking(corpus, finished, tmp_path):
     [
         (19, Crash, FAILED),
         (17, ValueError("no more"), FAILED),
-        (2, KeyboardInterrupt, KILLED),
-        (22, KeyboardInterrupt, KILLED),
+        (2, Stopped(15), KILLED),
+        (22, Stopped(15), KILLED),
     ],
 )
 def test_a_run_that_ends_early_is_marked_and_goes_on_as_the_same_run(
@@ -221,8 +222,8 @@ def test_a_loss_that_is_not_finite_is_a_failed_run(corpus, tmp_path, monkeypatch
 
 def test_an_update_cut_short_between_training_and_validation_is_whole_after_the_resume(corpus, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(module.LitTransformer, "validation_step", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        assert tracked(corpus, tmp_path) == 130
+        patch.setattr(module.LitTransformer, "validation_step", lambda *_: (_ for _ in ()).throw(Stopped(15)))
+        assert tracked(corpus, tmp_path) == 143
     assert history(tmp_path)[-1][0] < 8
     assert tracked(corpus, tmp_path) == 0
     assert_whole(tmp_path)

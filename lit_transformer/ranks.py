@@ -1,0 +1,113 @@
+"""What the processes of a run tell each other beside gradients: that one was told to stop, and which one is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from torch import distributed as dist
+
+TIMEOUT_SECONDS = 600  # how long ranks wait for each other
+ROLL_CALL_SECONDS = 5  # for a sign of life, once something has gone wrong
+
+
+class RankLost(RuntimeError):
+    """A process of this run has ended or hangs; the message names it."""
+
+
+class Agreement:
+    """All ranks learn after the same update that one of them has been told to stop.
+
+    Each rank's signal of update n is summed up while update n + 1 is computed, on the CPU whatever the device is, so
+    that nothing waits for it.  It also notices at once when a rank is gone.
+
+    Args:
+        timeout: seconds to wait for another rank.
+    """
+
+    def __init__(self, timeout: int) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if _several() else None
+        self._flag, self._work = torch.zeros((), dtype=torch.int64), None  # type: Any, Any
+
+    def stop(self, number: int) -> int:
+        """Called once after every update with this rank's signal or 0; the signal to stop by now, or 0."""
+        if self._group is None:
+            return number
+        agreed = self.settle()
+        self._flag = torch.tensor(number)
+        self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, self._group, async_op=True)
+        return agreed
+
+    def settle(self) -> int:
+        """What the update before has brought; nothing is under way after it."""
+        if self._work is None:
+            return 0
+        self._work.wait()
+        self._work = None
+        return int(self._flag)
+
+
+def sign_in() -> None:
+    """Leave this rank's name where the ranks have met, for the day when it does not answer."""
+    if _several():
+        name = f"rank {dist.get_rank()} (process {os.getpid()} on {socket.gethostname()})"
+        _store().set(f"name/{dist.get_rank()}", name)
+
+
+@contextlib.contextmanager
+def naming_who_is_missing() -> Iterator[None]:
+    """Where ranks work together: a failed connection becomes an error that says whose.
+
+    Raises:
+        RankLost: which ranks do not answer.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not _several() or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise
+        leave_children_alone()
+        if absent := _roll_call():
+            raise RankLost(
+                f"{absent} has ended or hangs, and the others cannot go on without it: look for its own words above, "
+                "or whether it was killed for want of memory; the same command goes on from the last checkpoint"
+            ) from error
+        raise
+
+
+def leave_children_alone() -> None:
+    """Lightning kills all processes that it has started, this one too, seconds after one of them ended badly."""
+    for thread in threading.enumerate():
+        if isinstance(thread, _ChildProcessObserver):
+            thread._child_processes = []
+
+
+def _several() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _store() -> Any:
+    # The ranks' connections to each other break together; each has one of its own to the store that they met at.
+    return dist.distributed_c10d._get_default_store()
+
+
+def _roll_call() -> str:
+    """The names of the ranks that give no sign of life."""
+    absent, end = list(range(dist.get_world_size())), time.monotonic() + ROLL_CALL_SECONDS
+    try:
+        store = _store()
+        store.set(f"alive/{dist.get_rank()}", "")
+        while absent and time.monotonic() < end:
+            absent = [rank for rank in absent if not store.check([f"alive/{rank}"])]
+            time.sleep(0.1)
+        return " and ".join(store.get(f"name/{rank}").decode() for rank in absent)
+    except RuntimeError:
+        return "rank 0"  # the store goes with it
