@@ -131,7 +131,7 @@ def _papers(row: Row, base: Row, paper: Mapping[str, Mapping[str, str]]) -> dict
         return float(text) if text else None
 
     return {
-        "paper_row": row.paper_row,
+        "paper_row": row.paper_row if row.paper_row in paper else "",
         "paper_perplexity": published(row, "PPL"),
         "paper_bleu": published(row, "BLEU"),
         "paper_perplexity_difference": _minus(published(row, "PPL"), published(base, "PPL")),

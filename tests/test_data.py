@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import Seen, make_data, make_module, make_trainer, train, write_corpus
 
+from lit_transformer import data as data_module
 from lit_transformer.data import EvaluationBatches, TrainingBatches, collate
 from lit_transformer.tokenizer import BOS_ID, EOS_ID, PAD_ID
 
@@ -57,9 +58,10 @@ def test_ranks_share_each_update_without_overlap(corpus, world, max_tokens):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_evaluation_scores_each_sentence_once_over_all_ranks(corpus, world):
+def test_evaluation_scores_each_sentence_once_over_all_ranks(corpus, world, monkeypatch):
+    monkeypatch.setattr(data_module, "EVALUATION_TOKENS", 40)
     data = prepared(corpus)
-    ranks = [EvaluationBatches(data.store, "valid", 40, rank, world) for rank in range(world)]
+    ranks = [EvaluationBatches(data.store, "valid", rank, world) for rank in range(world)]
     assert len({len(batches) for batches in ranks}) == 1
     found = [pair for batches in ranks for k in range(len(batches)) for pair in rows(batches[k])]
     wanted = zip(data.sentences("valid", "src"), data.sentences("valid", "tgt"), strict=True)

@@ -193,7 +193,7 @@ def test_results_do_not_depend_on_tracking(corpus, finished, tmp_path):
 @pytest.mark.parametrize(
     ("update", "error", "status"),
     [
-        (19, Crash, FAILED),
+        (19, Crash, KILLED),
         (17, ValueError("no more"), FAILED),
         (2, Stopped(15), KILLED),
         (22, Stopped(15), KILLED),
