@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lit_transformer.store import atomic_file
 
@@ -147,10 +148,19 @@ def _save(checkpoint: dict[str, Any], path: Path) -> None:
         raise
 
 
-def load_weights(module: torch.nn.Module, checkpoint: dict[str, Any], path: str | Path) -> None:
+def share_like(tensor: torch.Tensor, mine: torch.Tensor | None) -> torch.Tensor:
+    """This rank's share of a whole tensor, where `mine` of the same shape is divided among ranks (FSDP)."""
+    if isinstance(mine, DTensor) and tensor.shape == mine.shape:
+        # Every rank has read the file: nothing is sent.
+        return distribute_tensor(tensor, mine.device_mesh, mine.placements, src_data_rank=None)
+    return tensor
+
+
+def load_weights(module: torch.nn.Module, checkpoint: Mapping[str, Any], path: str | Path) -> None:
     """Raises ValueError where the weights are those of another model."""
+    mine = module.state_dict()
     try:
-        module.load_state_dict(checkpoint["state_dict"])
+        module.load_state_dict({k: share_like(tensor, mine.get(k)) for k, tensor in checkpoint["state_dict"].items()})
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"{path} holds the weights of another model: {reason}") from error

@@ -24,6 +24,7 @@ from lit_transformer.data import TranslationDataModule
 from lit_transformer.module import LitTransformer
 from lit_transformer.ranks import TIMEOUT_SECONDS
 from lit_transformer.store import write_atomic
+from lit_transformer.strategy import ShardedStrategy
 from lit_transformer.transformer import TransformerConfig
 
 # Where a run differs in these, it is not the same run; everything else may change at a resume.
@@ -84,7 +85,8 @@ class TrainerConfig:
 
     Args:
         accelerator: "cpu", "gpu", "auto", as in Lightning.
-        strategy: "auto", "ddp", or a strategy's class with its own arguments.
+        strategy: "auto"; "ddp"; "fsdp", which also divides weights and optimiser states among the processes; or a
+            strategy's class with its own arguments.
         devices: how many devices of a node, or which.
         num_nodes: how many nodes.
         timeout: seconds that processes wait for each other before the run ends with an error.
@@ -117,6 +119,10 @@ class TrainerConfig:
                 raise ValueError(f"trainer.{name} = {getattr(self, name)}: must be at least 1")
         if self.gradient_clip_val is not None and not self.gradient_clip_val > 0:
             raise ValueError(f"trainer.gradient_clip_val = {self.gradient_clip_val}: must be above 0, or null")
+        if self.strategy == "fsdp" and self.precision in ("16-mixed", "64-true"):
+            raise ValueError(
+                f"trainer.precision = {self.precision}: trainer.strategy = fsdp takes 32-true, bf16-mixed or bf16-true"
+            )
 
     def build(self, **ours: Any) -> pl.Trainer:
         """A Trainer that leaves batches, checkpoints and progress to this project."""
@@ -126,8 +132,11 @@ class TrainerConfig:
             raise ValueError(f"trainer: {error}") from error
 
     def _trainer(self, **ours: Any) -> pl.Trainer:
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "timeout"}
+        if self.strategy == "fsdp":
+            given["strategy"] = ShardedStrategy()
         trainer = pl.Trainer(
-            **{field.name: getattr(self, field.name) for field in fields(self) if field.name != "timeout"},
+            **given,
             plugins=[AtomicCheckpointIO()],
             use_distributed_sampler=False,
             num_sanity_val_steps=0,

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from lit_transformer.data import Batch, TranslationDataModule
-from lit_transformer.decode import BEAM_SIZE, LENGTH_PENALTY, search_all
-from lit_transformer.metrics import Score, TokenNLL, compound_split_bleu, corpus_bleu, corpus_chrf, perplexity
-from lit_transformer.progress import reporter
-from lit_transformer.sources import one_line
+from lit_transformer.decode import BEAM_SIZE, LENGTH_PENALTY
+from lit_transformer.evaluation import Evaluation, evaluate
+from lit_transformer.metrics import TokenNLL, perplexity
+from lit_transformer.strategy import ShardedStrategy, shard
 from lit_transformer.tokenizer import PAD_ID
 from lit_transformer.transformer import Transformer, TransformerConfig
 
@@ -64,33 +65,6 @@ def sentence_nll(logits: Tensor, targets: Tensor) -> Tensor:
     log_probs = F.log_softmax(logits.float(), dim=-1)
     nll = -log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     return nll.masked_fill(targets == PAD_ID, 0.0).sum(-1)
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What a validation or test found.
-
-    Scores, hypotheses and `finished` are of the sentences with numbers in `decoded`; `sentence_nll` is of every
-    sentence of the split, in nats and in its order.
-    """
-
-    split: str
-    step: int
-    nll: float  # nats per target token, unsmoothed, end of sentence included
-    tokens: int
-    decoded: list[int]
-    hypotheses: list[str]
-    finished: list[bool]  # False where the output was cut at the length limit
-    scores: list[Score]
-    sentence_nll: list[float]
-
-    @property
-    def unfinished(self) -> int:
-        return self.finished.count(False)
-
-    @property
-    def perplexity(self) -> float:
-        return perplexity(self.nll)
 
 
 class LitTransformer(pl.LightningModule):
@@ -186,7 +160,14 @@ class LitTransformer(pl.LightningModule):
             self.trainer.check_val_every_n_epoch = None
             self.trainer.val_check_interval = self.validate_every * self.trainer.accumulate_grad_batches
             if self.compile_model:
+                if isinstance(self.trainer.strategy, ShardedStrategy):
+                    raise ValueError("model.compile = true: trainer.strategy = fsdp trains uncompiled; leave it out")
                 self.model.compile(dynamic=True)  # in place: the names in the state dict stay
+
+    def configure_model(self) -> None:
+        """Before each fit or evaluation: under `fsdp`, divide the weights among the ranks, once."""
+        if self._trainer is not None:  # `load_from_checkpoint` calls this too
+            shard(self.model, self.trainer.strategy)
 
     @property
     def _data(self) -> TranslationDataModule:
@@ -236,6 +217,7 @@ class LitTransformer(pl.LightningModule):
         for group in optimizer.param_groups:
             group["lr"] = rate
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if self.trainer.precision != "16-mixed":  # its scaler does the same, and takes overflows for granted
             bad = ~torch.isfinite(norm)
             self.left_out += bad
@@ -328,46 +310,14 @@ class LitTransformer(pl.LightningModule):
         self._evaluate("test", self.bleu_sentences)
 
     def _evaluate(self, split: str, sentences: int) -> None:
-        """Score a split with what all ranks have found; the same bits for any number of them."""
-        batches = zip(self._data.evaluated.batches, self._sentence_nll, strict=True)
-        mine = {i: nll for ids, values in batches for i, nll in zip(ids.tolist(), values.tolist(), strict=False)}
-        self._sentence_nll = []
-        targets = self._data.sentences(split, "tgt")
-        tokens = int(targets.lengths.sum()) + len(targets)
-        sources, references = self._data.sources(split), self._data.references(split)
-        chosen = np.unique(np.linspace(0, len(sources) - 1, min(sentences, len(sources))).round().astype(int)).tolist()
-        rank, world = self.global_rank, self.trainer.world_size
-        outputs = search_all(
+        found, self._sentence_nll = self._sentence_nll, []
+        self.evaluation = evaluate(
             self.model,
-            [sources[i] for i in chosen],
-            beam_size=self.beam_size,
-            length_penalty=self.length_penalty,
-            share=(rank, world),
-            report=reporter(f"decoding {split}", len(chosen) // world) if rank == 0 else lambda done: None,
+            self._data,
+            split,
+            self.trainer.global_step,
+            found,
+            sentences,
+            self.beam_size,
+            self.length_penalty,
         )
-        decoded = {
-            i: (one_line(self._data.tokenizer.decode(best[0].ids)), best[0].finished)
-            for i, best in zip(chosen, outputs, strict=True)
-            if best
-        }
-        parts: list[Any] = [(mine, decoded)]
-        if world > 1:
-            parts = [None] * world
-            torch.distributed.all_gather_object(parts, (mine, decoded))
-        each: dict[int, float] = {}
-        found: dict[int, tuple[str, bool]] = {}
-        for nlls, texts in parts:
-            each |= nlls
-            found |= texts
-        sentence_nlls = [each[i] for i in range(len(targets))]
-        hypotheses, finished = [found[i][0] for i in chosen], [found[i][1] for i in chosen]
-        wanted = [references[i] for i in chosen]
-        scores = []
-        if chosen:
-            scores = [
-                corpus_bleu(hypotheses, wanted, decoded=True),
-                compound_split_bleu(hypotheses, wanted, self._data.corpus.tgt_lang, decoded=True),
-                corpus_chrf(hypotheses, wanted, decoded=True),
-            ]
-        nll, step = math.fsum(sentence_nlls) / tokens, self.trainer.global_step
-        self.evaluation = Evaluation(split, step, nll, tokens, chosen, hypotheses, finished, scores, sentence_nlls)

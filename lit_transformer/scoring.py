@@ -17,7 +17,7 @@ import torch
 from lit_transformer.batching import UpdatePlan
 from lit_transformer.checkpoint import list_checkpoints, load_checkpoint, load_weights
 from lit_transformer.cli import ExperimentCLI
-from lit_transformer.module import Evaluation
+from lit_transformer.evaluation import Evaluation
 from lit_transformer.progress import say
 from lit_transformer.store import write_atomic, write_json
 from lit_transformer.transformer import TransformerConfig
