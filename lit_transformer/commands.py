@@ -284,5 +284,11 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
 def quiet() -> None:
     """Silence what Lightning and torch say about themselves; what concerns the run stays."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    for words in ("does not have many workers", "treespec, LeafSpec", "is not resumable", "logging interval"):
+    for words in (
+        "does not have many workers",
+        "treespec, LeafSpec",
+        "is not resumable",
+        "logging interval",
+        "srun. command",
+    ):
         warnings.filterwarnings("ignore", f".*{words}.*")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -74,8 +75,10 @@ def naming_who_is_missing() -> Iterator[None]:
     except RuntimeError as error:
         if not _several() or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
-        leave_children_alone()
+        children = leave_children_alone()
         if absent := _roll_call():
+            for child in children:
+                child.kill()  # one that hangs would stay
             raise RankLost(
                 f"{absent} has ended or hangs, and the others cannot go on without it: look for its own words above, "
                 "or whether it was killed for want of memory; the same command goes on from the last checkpoint"
@@ -83,11 +86,17 @@ def naming_who_is_missing() -> Iterator[None]:
         raise
 
 
-def leave_children_alone() -> None:
-    """Lightning kills all processes that it has started, this one too, seconds after one of them ended badly."""
+def leave_children_alone() -> list[subprocess.Popen]:
+    """Lightning kills all processes that it has started, and this one, seconds after one ended badly: no more.
+
+    Returns:
+        Those processes.
+    """
+    children = []
     for thread in threading.enumerate():
         if isinstance(thread, _ChildProcessObserver):
-            thread._child_processes = []
+            children, thread._child_processes = thread._child_processes, []
+    return children
 
 
 def _several() -> bool:

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -126,38 +127,85 @@ def test_killed_many_times_is_the_same_run_bit_for_bit(corpus, straight, tmp_pat
     assert_same_run(tmp_path, straight)
 
 
-def test_one_rank_with_accumulation_and_two_ranks_end_with_the_same_weights(corpus, tmp_path):
-    no_dropout = {"model.dropout": 0.0}
-    two_ranks = {"trainer.devices": 2, "trainer.strategy": "ddp"}
-    run(fit_command(corpus, tmp_path / "one", **no_dropout))
-    run(fit_command(corpus, tmp_path / "two", **no_dropout, **two_ranks))
-    one, two = last(tmp_path / "one"), last(tmp_path / "two")
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"data.num_workers": 2}, {"run.checkpoint_every": 7, "data.max_tokens": 60}])
+def test_two_ranks_killed_many_times_are_the_same_run_bit_for_bit(corpus, tmp_path, options):
+    two_ranks = {"trainer.devices": 2, "trainer.strategy": "ddp", **options}
+    run(fit_command(corpus, tmp_path / "straight", **two_ranks))
+    killed = tmp_path / "killed"
+    command = fit_command(corpus, killed, **two_ranks)
+    kills = sum(kill_when_past(command, killed, step) for step in (4, 13, 25))
+    run(command)
+    assert kills == 3
+    assert_same_run(killed, tmp_path / "straight")
+
+
+def losses(folder):
+    return {k: float(v) for k, v in curves(folder).items() if k[1] in ("train_loss", "val_nll", "grad_norm")}
+
+
+NO_DROPOUT = {"model.dropout": 0.0, "trainer.gradient_clip_val": 1.0}
+
+
+@pytest.fixture(scope="module")
+def one_rank(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    run(fit_command(corpus, folder, **NO_DROPOUT))
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_any_number_of_ranks_trains_the_same(corpus, one_rank, tmp_path, ranks):
+    """With clipping, which is active in most updates: it acts on the gradient of all ranks."""
+    run(fit_command(corpus, tmp_path, **NO_DROPOUT, **{"trainer.devices": ranks, "trainer.strategy": "ddp"}))
+    one, several = last(one_rank), last(tmp_path)
     fresh = dict(make_module().named_parameters())
     for name, weight in one["state_dict"].items():
-        torch.testing.assert_close(weight, two["state_dict"][name], atol=1e-4, rtol=1e-3, msg=name)
+        torch.testing.assert_close(weight, several["state_dict"][name], atol=1e-4, rtol=1e-3, msg=name)
         assert (weight - fresh[name]).abs().max() > 0.01, "trained at all"
-    results = [json.loads((tmp_path / f / "result.json").read_text()) for f in ("one", "two")]
+    results = [json.loads((f / "result.json").read_text()) for f in (one_rank, tmp_path)]
     assert results[0]["nll"] == pytest.approx(results[1]["nll"], rel=1e-5)
-    assert [r["processes"] for r in results] == [1, 2]
-    losses = [{k: float(v) for k, v in curves(tmp_path / f).items() if k[1] == "train_loss"} for f in ("one", "two")]
-    assert len(losses[0]) == STEPS
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert [r["processes"] for r in results] == [1, ranks]
+    assert len(losses(one_rank)) == 2 * STEPS + STEPS // 6
+    assert losses(tmp_path) == pytest.approx(losses(one_rank), rel=1e-5)
+    assert sum(v > 1 for (_, column), v in losses(one_rank).items() if column == "grad_norm") > STEPS / 4
 
 
 @pytest.mark.slow
-def test_the_number_of_ranks_may_change_at_a_resume(corpus, tmp_path):
-    no_dropout = {"model.dropout": 0.0}
-    run(fit_command(corpus, tmp_path / "straight", **no_dropout))
-    changed = tmp_path / "changed"
+def test_the_number_of_ranks_may_change_at_a_resume(corpus, one_rank, tmp_path):
     two_ranks = {"trainer.devices": 2, "trainer.strategy": "ddp"}
-    assert kill_when_past(fit_command(corpus, changed, **no_dropout, **two_ranks), changed, 4)
-    run(fit_command(corpus, changed, **no_dropout))
-    losses = [
-        {k: float(v) for k, v in curves(folder).items() if k[1] in ("train_loss", "val_nll")}
-        for folder in (changed, tmp_path / "straight")
-    ]
-    assert len(losses[1]) == STEPS + STEPS // 6
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert kill_when_past(fit_command(corpus, tmp_path, **NO_DROPOUT, **two_ranks), tmp_path, 4)
+    run(fit_command(corpus, tmp_path, **NO_DROPOUT))
+    assert losses(tmp_path) == pytest.approx(losses(one_rank), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["valid", "test"])
+def test_scores_are_the_same_bits_for_any_number_of_ranks_and_batch_size(corpus, one_rank, tmp_path, split):
+    """Three sentences, fewer than ranks, among the splits."""
+    name = {"valid": "validate", "test": "test"}[split]
+    few = []
+    for side in ("src", "tgt"):
+        few.append(tmp_path / f"few.{side}")
+        with open(corpus["test"][len(few) - 1], encoding="utf-8") as text:
+            few[-1].write_text("".join(text.readlines()[:3]), encoding="utf-8")
+    files = json.dumps([str(path) for path in few])
+    found = []
+    for number, (ranks, max_tokens) in enumerate([(1, 100), (1, 5000), (2, 100), (4, 64)]):
+        folder = tmp_path / f"copy{number}"
+        shutil.copytree(one_rank, folder)
+        command = [sys.executable, "-m", "lit_transformer", name, str(folder), "--trainer.devices", str(ranks)]
+        command += ["--trainer.strategy", "ddp"] if ranks > 1 else []
+        command += ["--data.test", files] if split == "test" else []
+        run([*command, "--data.max_tokens", str(max_tokens)])
+        record = json.loads((folder / f"{name}.json").read_text())
+        texts = [
+            (folder / f"{kind}.{name}.{end}").read_text()
+            for kind, end in (("hypotheses", "txt"), ("sentences", "jsonl"))
+        ]
+        found.append(({k: record[k] for k in ("nll", "perplexity", "tokens", "bleu", "chrf")}, texts))
+    assert found[0][0]["tokens"] > 3
+    assert all(other == found[0] for other in found[1:])
 
 
 @pytest.mark.slow
