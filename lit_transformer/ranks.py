@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import threading
@@ -18,6 +19,10 @@ from torch import distributed as dist
 
 TIMEOUT_SECONDS = 600  # how long ranks wait for each other
 ROLL_CALL_SECONDS = 5  # for a sign of life, once something has gone wrong
+
+
+# What torch's plain RuntimeError says where another process is the cause.
+_CONNECTION = re.compile(r"gloo|nccl|connection|pair closure|timed out", re.IGNORECASE)
 
 
 class RankLost(RuntimeError):
@@ -73,7 +78,8 @@ def naming_who_is_missing() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not _several() or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        reason = " ".join(str(error).split())
+        if not _several() or not (isinstance(error, dist.DistError) or _CONNECTION.search(reason)):
             raise
         children = leave_children_alone()
         if absent := _roll_call():
@@ -81,7 +87,8 @@ def naming_who_is_missing() -> Iterator[None]:
                 child.kill()  # one that hangs would stay
             raise RankLost(
                 f"{absent} has ended or hangs, and the others cannot go on without it: look for its own words above, "
-                "or whether it was killed for want of memory; the same command goes on from the last checkpoint"
+                f"or whether it was killed for want of memory ({reason[:80]}); the same command goes on from the last "
+                "checkpoint"
             ) from error
         raise
 

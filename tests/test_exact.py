@@ -53,9 +53,9 @@ def run(command):
     return done
 
 
-def last(folder):
+def last(folder, steps=STEPS):
     step, path = list_checkpoints(folder / "checkpoints")[-1]
-    assert step == STEPS
+    assert step == steps
     return load_checkpoint(path)
 
 
@@ -96,8 +96,8 @@ def kill_when_past(command, folder, step):
     return alive
 
 
-def assert_same_run(folder, expected):
-    a, b = last(folder), last(expected)
+def assert_same_run(folder, expected, steps=STEPS):
+    a, b = last(folder, steps), last(expected, steps)
     assert a["state_dict"].keys() == b["state_dict"].keys()
     for name in a["state_dict"]:
         assert torch.equal(a["state_dict"][name], b["state_dict"][name]), name
@@ -144,7 +144,7 @@ def losses(folder):
     return {k: float(v) for k, v in curves(folder).items() if k[1] in ("train_loss", "val_nll", "grad_norm")}
 
 
-NO_DROPOUT = {"model.dropout": 0.0, "trainer.gradient_clip_val": 1.0}
+NO_DROPOUT = {"model.dropout": 0.0, "trainer.gradient_clip_val": 0.25}
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_any_number_of_ranks_trains_the_same(corpus, one_rank, tmp_path, ranks):
     assert [r["processes"] for r in results] == [1, ranks]
     assert len(losses(one_rank)) == 2 * STEPS + STEPS // 6
     assert losses(tmp_path) == pytest.approx(losses(one_rank), rel=1e-5)
-    assert sum(v > 1 for (_, column), v in losses(one_rank).items() if column == "grad_norm") > STEPS / 4
+    assert sum(v > 0.25 for (_, column), v in losses(one_rank).items() if column == "grad_norm") > STEPS / 4
 
 
 @pytest.mark.slow
