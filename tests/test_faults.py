@@ -16,6 +16,7 @@ from test_exact import assert_same_run, fit_command, kill_when_past, last, run
 
 from lit_transformer.__main__ import main
 from lit_transformer.checkpoint import list_checkpoints, load_checkpoint
+from lit_transformer.tokenizer import Tokenizer
 
 TIMES = int(os.environ.get("LIT_TRANSFORMER_FAULTS", "1"))
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
@@ -82,15 +83,16 @@ from datetime import timedelta
 runs, folder = int(sys.argv[1]), Path(sys.argv[2])
 for number in range(runs):
     rng = random.Random(number)
-    corpus = {"source": "files", "src_lang": "en", "tgt_lang": "en", "root": str(folder / "data"), "vocab_size": 270}
+    corpus = {"source": "files", "src_lang": "en", "tgt_lang": "en", "root": str(folder / "data"), "vocab_size": 300}
     text = folder / f"text{number % 20}"
     corpus |= {split: [str(text / f"{split}.{side}") for side in ("src", "tgt")] for split in ("train", "valid")}
     tokens = rng.choice([20, 60, 200, 1000])
     data = make_data(
         corpus, tokens_per_update=tokens, max_tokens=rng.choice([50, 70, 400]), num_workers=rng.choice([0, 0, 0, 1])
     )
+    data.use_tokenizer((folder / "tokenizer.model").read_bytes())
     model = make_module(
-        vocab_size=270, validate_every=rng.randint(1, 4), bleu_every=rng.randint(0, 2),
+        validate_every=rng.randint(1, 4), bleu_every=rng.randint(0, 2),
         bleu_sentences=rng.randint(1, 3), dropout=0.1,
     )
     trainer = make_trainer(
@@ -111,6 +113,9 @@ def test_random_runs_of_two_ranks_end_without_a_deadlock(tmp_path):
     for number in range(20):
         sizes = {"train": rng.choice([1, 2, 3, 7, 40, 101]), "valid": rng.choice([1, 1, 2, 3, 5]), "test": 1}
         write_corpus(tmp_path / f"text{number}", **sizes, seed=number)
+    everything = "".join((tmp_path / f"text{number}/train.src").read_text() for number in range(20))
+    tokenizer, _ = Tokenizer.train(iter(everything.splitlines()), 300)  # one sentence is too little for one of its own
+    (tmp_path / "tokenizer.model").write_bytes(tokenizer.model)
     first, second = run_ranks(RUNS, 2, runs, tmp_path, timeout=3000 * TIMES)
     ended = [line.split() for line in first.splitlines() if line[:1].isdigit()]
     assert [int(line[0]) for line in ended] == list(range(runs))

@@ -9,7 +9,7 @@ import torch
 from conftest import Seen, make_data, make_module, make_trainer, train
 from torch.nn import functional as F
 
-from lit_transformer.checkpoint import list_checkpoints
+from lit_transformer.checkpoint import average_checkpoints, list_checkpoints, load_checkpoint
 from lit_transformer.data import collate
 from lit_transformer.module import LitTransformer, TrainingError, learning_rate, sentence_nll, token_losses
 from lit_transformer.tokenizer import PAD_ID
@@ -281,6 +281,71 @@ def test_a_compiled_model_trains_to_the_same_weights_and_loads_into_a_plain_one(
     for a, b, c in zip(plain.parameters(), compiled.parameters(), loaded.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
         assert torch.equal(b, c)
+
+
+@pytest.mark.slow
+def test_shapes_and_rates_that_change_are_not_compiled_again_and_again(caplog):
+    """C25 and C32."""
+    module, rng = make_module(num_layers=2, compile=True), np.random.default_rng(0)
+    module.model.compile(dynamic=True)
+    optimizer = torch.optim.Adam(module.parameters(), fused=True)
+    torch._dynamo.reset()
+    compiled, shapes = [], set()
+    counters = torch._dynamo.utils.counters["stats"]
+    before = counters["unique_graphs"]
+    for step in range(200):
+        b, s, t = rng.integers(1, 5), rng.integers(1, 40), rng.integers(1, 40)
+        src, tgt = (torch.from_numpy(rng.integers(4, 300, (b, n))) for n in (s, t))
+        shapes.add((b, s, t))
+        loss, _ = token_losses(module.model(src, tgt), tgt, 0.1)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step + 1, 16, 10)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        compiled.append(counters["unique_graphs"] - before)
+    assert len(shapes) > 60
+    assert 1 <= compiled[-1] <= 8
+    assert compiled[-1] == compiled[150], "what comes up later fits what is compiled"
+    assert "recompile_limit" not in caplog.text
+    assert "cache_size_limit" not in caplog.text
+
+
+@pytest.mark.parametrize("scale", [1.0, 5.0])
+def test_a_loss_in_bf16_is_that_in_float32(scale):
+    """C33: V = 37,000 and large logits; torch computes the matrix product in bf16, this project the loss in float32."""
+    torch.manual_seed(0)
+    rows = torch.randn(2, 40, 64)
+    matrix = torch.randn(37_000, 64) * scale / 8
+    targets = torch.randint(4, 37_000, (2, 40))
+    exact = rows.double() @ matrix.double().T
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = torch.nn.functional.linear(rows, matrix)
+    assert logits.dtype == torch.bfloat16
+    for smoothing in (0.0, 0.1):
+        ours = token_losses(logits, targets, smoothing)[0].double() / targets.numel()
+        wanted = F.cross_entropy(exact.flatten(0, 1), targets.flatten(), label_smoothing=smoothing)
+        assert ours == pytest.approx(wanted.item(), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_compiled_a_plain_and_a_ddp_checkpoint_load_into_each_other_and_average(corpus, tmp_path):
+    """C35."""
+    kinds = {"plain": {}, "compiled": {"module": {"compile": True}}, "ddp": {"strategy": "ddp"}}
+    paths = []
+    for i, (kind, options) in enumerate(kinds.items()):
+        train(corpus, tmp_path / kind, max_steps=2 + i, **options)
+        paths.append(list_checkpoints(tmp_path / kind)[-1][1])
+    names = [list(load_checkpoint(path)["state_dict"]) for path in paths]
+    assert names[0] == names[1] == names[2]
+    for path in paths:
+        assert LitTransformer.load_from_checkpoint(path, weights_only=True).config == make_module().config
+    average = load_checkpoint(average_checkpoints(paths, tmp_path / "average.ckpt"))
+    weights = [load_checkpoint(path)["state_dict"] for path in paths]
+    for name, mean in average["state_dict"].items():
+        torch.testing.assert_close(mean, sum(w[name] for w in weights) / 3)
+    module, _ = train(corpus, tmp_path / "plain", max_steps=4, module={"compile": True})
+    assert all(torch.isfinite(p).all() for p in module.parameters())
 
 
 @pytest.mark.slow

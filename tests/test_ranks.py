@@ -9,10 +9,12 @@ import sys
 import time
 
 import pytest
+from conftest import make_data, write_corpus
 from ranks import environment, free_port, kill_session, members, run_ranks
 from test_exact import assert_same_run, fit_command, last, run
 
 from lit_transformer.checkpoint import list_checkpoints
+from lit_transformer.tokenizer import EOS_ID
 
 TWO = {"trainer.devices": 2, "trainer.strategy": "ddp"}
 
@@ -207,3 +209,79 @@ def test_torchrun_told_to_end_leaves_one_checkpoint_and_goes_on(corpus, straight
     assert "which is saved; the same command goes on" in said
     run(command)
     assert_same_run(tmp_path, straight)
+
+
+SEEN = """
+import json, sys
+import lightning.pytorch as pl
+from conftest import make_data, make_module, make_trainer
+from lit_transformer import module
+corpus, world, max_tokens, validate_every, max_steps = json.loads(sys.argv[1])
+seen = {"training": [], "validation": [], "test": [], "validated_at": []}
+def noted(kind, original):
+    def step(self, batch, batch_idx):
+        rows = [[i for i in row if i] for row in batch.src.tolist()]
+        seen[kind].append([self.trainer.global_step, [row for row in rows if row]])
+        return original(self, batch, batch_idx)
+    return step
+for kind in ("training", "validation", "test"):
+    name = f"{kind}_step"
+    setattr(module.LitTransformer, name, noted(kind, getattr(module.LitTransformer, name)))
+class Validations(pl.Callback):
+    def on_validation_end(self, trainer, pl_module):
+        seen["validated_at"].append(trainer.global_step)
+data = make_data(corpus, tokens_per_update=300, max_tokens=max_tokens)
+model = make_module(validate_every=validate_every, bleu_every=1, bleu_sentences=3)
+# Lightning's own defaults: what a user does not know of must not be needed.
+trainer = pl.Trainer(
+    max_steps=max_steps, accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto",
+    callbacks=[Validations()], logger=False, enable_checkpointing=False, num_sanity_val_steps=0,
+)
+trainer.fit(model, datamodule=data)
+fitted = len(seen["validation"])
+trainer.validate(model, datamodule=data)
+trainer.test(model, datamodule=data)
+seen["accumulation"], seen["fitted"] = trainer.accumulate_grad_batches, fitted
+seen["nll"] = model.evaluation.nll
+print(json.dumps(seen))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("train", "valid", "max_tokens", "every"),
+    [
+        (101, 5, 400, 4),  # C12: does not divide; C15: no flag of the user's
+        (101, 1, 400, 4),  # C18: a validation set of one line
+        (101, 3, 60, 3),  # C13: with accumulation, validations between epochs
+    ],
+)
+def test_two_ranks_get_what_was_planned_each_sentence_once_an_epoch(train, valid, max_tokens, every, tmp_path):
+    corpus = {**write_corpus(tmp_path / "text", train=train, valid=valid, test=2), "vocab_size": 300}
+    corpus |= {"root": str(tmp_path / "data"), "num_workers": 0}
+    data = make_data(corpus, tokens_per_update=300, max_tokens=max_tokens)
+    data.prepare_data()
+    data.setup("fit")
+    epoch = data.plan.updates_per_epoch
+    updates = 3 * epoch
+    found = {}
+    for world in (1, 2):
+        arguments = json.dumps([corpus, world, max_tokens, every, updates])
+        found[world] = [json.loads(out.splitlines()[-1]) for out in run_ranks(SEEN, world, arguments)]
+    for ranks in found.values():
+        accumulation = ranks[0]["accumulation"]
+        assert all(len(rank["training"]) == updates * accumulation for rank in ranks)
+        assert all(rank["validated_at"] == [*range(every, updates + 1, every), updates] for rank in ranks)
+        for n in range(updates):
+            planned = [[*data.sentences("train", "src")[i].tolist(), EOS_ID] for i in data.plan.update(n).sentences]
+            trained = [row for rank in ranks for step, rows in rank["training"] if step == n for row in rows]
+            assert sorted(trained) == sorted(planned)
+        for e in range(3):
+            trained = [row for rank in ranks for step, rows in rank["training"] if step // epoch == e for row in rows]
+            assert sorted(trained) == sorted([*ids.tolist(), EOS_ID] for ids in data.sentences("train", "src"))
+        for kind, split, times in (("validation", "valid", updates // every + 1), ("test", "test", 1)):
+            scored = [row for rank in ranks for _, rows in rank[kind] for row in rows]
+            assert sorted(scored) == sorted([[*s.tolist(), EOS_ID] for s in data.sentences(split, "src")] * times)
+    assert found[1][0]["nll"] == pytest.approx(found[2][0]["nll"], rel=1e-5)
+    if max_tokens == 60:
+        assert found[2][0]["accumulation"] > 1
