@@ -22,7 +22,7 @@ from lightning.pytorch.strategies import Strategy
 from lit_transformer.checkpoint import AtomicCheckpointIO, list_checkpoints
 from lit_transformer.data import TranslationDataModule
 from lit_transformer.module import LitTransformer
-from lit_transformer.ranks import TIMEOUT_SECONDS
+from lit_transformer.ranks import TIMEOUT_SECONDS, slurm
 from lit_transformer.store import write_atomic
 from lit_transformer.strategy import ShardedStrategy
 from lit_transformer.transformer import TransformerConfig
@@ -137,7 +137,7 @@ class TrainerConfig:
             given["strategy"] = ShardedStrategy()
         trainer = pl.Trainer(
             **given,
-            plugins=[AtomicCheckpointIO()],
+            plugins=[AtomicCheckpointIO(), *slurm()],
             use_distributed_sampler=False,
             num_sanity_val_steps=0,
             enable_checkpointing=False,

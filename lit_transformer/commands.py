@@ -9,9 +9,9 @@ import json
 import logging
 import os
 import signal
+import stat
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,7 +31,7 @@ from lit_transformer.cli import ExperimentCLI
 from lit_transformer.corpus import describe, prepare
 from lit_transformer.decode import BEAM_SIZE, LENGTH_PENALTY
 from lit_transformer.progress import say
-from lit_transformer.ranks import leave_children_alone, naming_who_is_missing
+from lit_transformer.ranks import check_processes, leave_children_alone, naming_who_is_missing
 from lit_transformer.scoring import facts, print_scores, score, write_outputs, write_result
 from lit_transformer.signals import Signals, Stopped, end_with_parent, requeue
 from lit_transformer.sources import read_lines
@@ -105,13 +105,7 @@ def _fit(cli: ExperimentCLI, args: Sequence[str], signals: Signals, at_the_end: 
             Progress(folder),
         ],
     )
-    # Set by torchrun and its like, not where Lightning starts the other processes itself.
-    started = int(os.environ.get("WORLD_SIZE", "0")) if "RANK" in os.environ else 0
-    if started and started != trainer.world_size:
-        raise ValueError(
-            f"a launcher has started {started} processes, and trainer.devices x trainer.num_nodes is "
-            f"{trainer.world_size}: set trainer.devices to the processes of a node and trainer.strategy to ddp"
-        )
+    check_processes(trainer)
     if first:
         cli.keep_config()
     if _has_result(cli, reached):
@@ -166,18 +160,16 @@ def _has_result(cli: ExperimentCLI, reached: int) -> bool:
 
 
 def _stop_with_the_sweep() -> None:
-    """A trial whose sweep was killed ends too: nothing goes on where nobody sees it."""
-    parent = int(os.environ.get(SWEEP_VARIABLE, "0"))
+    """A trial whose sweep was killed ends too, on whatever host it runs: nothing goes on where nobody sees it."""
 
     def watch() -> None:
-        while True:
-            time.sleep(2)
-            try:
-                os.kill(parent, 0)
-            except ProcessLookupError:
-                os.kill(os.getpid(), signal.SIGKILL)  # every file is written atomically, so this is safe
+        while os.read(0, 1):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)  # every file is written atomically, so this is safe
 
-    if parent:
+    # Standard input is a line that the sweep holds and never writes into; srun and torchrun pass its end on to every
+    # process.  A launcher that does not gives /dev/null instead.
+    if SWEEP_VARIABLE in os.environ and not stat.S_ISCHR(os.fstat(0).st_mode):
         threading.Thread(target=watch, daemon=True).start()
 
 
@@ -208,6 +200,7 @@ def evaluate_command(split: str, args: Sequence[str]) -> int:
             if given.get("TranslationDataModule", {}).get(field) != mine["TranslationDataModule"][field]:
                 raise ValueError(f"{checkpoint} is not of this run: its {field} is another one")
     trainer = cli.trainer_config.build(logger=False)
+    check_processes(trainer)
     found = score(cli, trainer, split, checkpoint, options.sentences)
     if trainer.is_global_zero:
         folder = Path(options.run)
@@ -283,12 +276,7 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
 
 def quiet() -> None:
     """Silence what Lightning and torch say about themselves; what concerns the run stays."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    for words in (
-        "does not have many workers",
-        "treespec, LeafSpec",
-        "is not resumable",
-        "logging interval",
-        "srun. command",
-    ):
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for words in ("many workers", "treespec, LeafSpec", "is not resumable", "logging interval", "srun. command"):
         warnings.filterwarnings("ignore", f".*{words}.*")

@@ -29,7 +29,10 @@ from lit_transformer.trials import HEARTBEAT_SECONDS, Trials, is_dead
 
 CURVES = {"perplexity": "val_perplexity", "bleu": "val_bleu"}  # what a trial reports on its way to its value
 # Of processes that belong together; what a user's shell or an outer launcher set must not reach a trial.
-_OF_A_GROUP = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE")
+_OF_A_GROUP = (
+    *("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE"),
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS"),
+)
 
 
 class Engine:
@@ -85,14 +88,16 @@ class Engine:
         write_atomic(folder / "command", (shlex.join(command) + "\n").encode())
         threads = {name: str(self.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         outside = {name: value for name, value in os.environ.items() if name not in _OF_A_GROUP}
-        environment = {**outside, **threads, SWEEP_VARIABLE: str(os.getpid())}
+        # The last: srun passes an interrupt on at once, instead of showing its state and waiting for a second one.
+        environment = {**outside, **threads, SWEEP_VARIABLE: str(os.getpid()), "SLURM_DISABLE_STATUS": "1"}
         started = time.monotonic()
         with open(folder / "log.txt", "ab") as log:
             log_start = log.tell()
-            # A group of its own: all processes of the trial end together, whoever started them.
+            # A group of its own: all processes of the trial end together, whoever started them. Its input tells those
+            # on other hosts when this process is gone.
             try:
                 process = subprocess.Popen(
-                    command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+                    command, stdout=log, stderr=log, stdin=subprocess.PIPE, env=environment, start_new_session=True
                 )
             except OSError as error:
                 raise ValueError(
@@ -221,11 +226,15 @@ def _take_checkpoints(trained: Path, folder: Path) -> None:
 
 def _end(process: subprocess.Popen) -> None:
     """No process of the trial stays: by Ctrl-C first, then by what it takes."""
+    assert process.stdin is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         if process.poll() is None:
             process.send_signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(8)
+    process.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(2)  # a launcher of processes on other hosts, before it is killed, hangs up on them
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # what it started and left; every file is written atomically
     process.wait()
@@ -253,6 +262,7 @@ def _figure(value: float | None) -> str:
 def _last_line(log: Path, start: int, status: int) -> str:
     text = log.read_bytes()[start:].decode("utf-8", errors="replace")
     lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith(("srun: ", "slurmstepd"))] or lines  # only that one failed
     ended = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
     return f"{ended}: {lines[-1].strip()[:300]}" if lines else ended
 

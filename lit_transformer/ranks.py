@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other beside gradients: that one was told to stop, and which one is gone."""
+"""Which processes are one run, and what they tell each other beside gradients: that one was stopped, or is gone."""
 
 from __future__ import annotations
 
@@ -13,16 +13,55 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, SLURMEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from torch import distributed as dist
 
 TIMEOUT_SECONDS = 600  # how long ranks wait for each other
 ROLL_CALL_SECONDS = 5  # for a sign of life, once something has gone wrong
-
-
 # What torch's plain RuntimeError says where another process is the cause.
 _CONNECTION = re.compile(r"gloo|nccl|connection|pair closure|timed out", re.IGNORECASE)
+
+
+def _started() -> int:
+    """How many processes a launcher has started as one run, 0 where Lightning itself starts those of this node."""
+    if "RANK" in os.environ:  # torchrun's and its like; also inside a SLURM job
+        return int(os.environ.get("WORLD_SIZE", "0"))
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "0"))
+    return tasks if tasks > 1 else 0
+
+
+def slurm() -> list[ClusterEnvironment]:
+    """For Lightning's plugins: whether srun has started this process as one of several.
+
+    The signs that Lightning goes by stand in an allocation's shell too: a `fit` typed there, or in a batch script
+    without srun, would wait for processes that nobody starts.  And in a job called "interactive", as salloc's are, each
+    process that srun starts would be alone.
+    """
+    if "SLURM_JOB_ID" not in os.environ or "RANK" in os.environ:
+        return []
+    if not _started():
+        return [LightningEnvironment()]
+    os.environ["SLURM_JOB_NAME"] = "lit-transformer"
+    # Lightning insists on this option of srun, however else the same number was asked for.
+    os.environ["SLURM_NTASKS_PER_NODE"] = re.split(r"\D", os.environ["SLURM_STEP_TASKS_PER_NODE"])[0]
+    return [SLURMEnvironment()]
+
+
+def check_processes(trainer: pl.Trainer) -> None:
+    """Raises ValueError where processes would each be alone in one folder, or wait for others that nobody starts."""
+    started, expected = _started(), trainer.num_devices * trainer.num_nodes
+    if started and started != expected:
+        raise ValueError(
+            f"a launcher has started {started} processes, and trainer.devices x trainer.num_nodes is {expected}: "
+            "set trainer.devices to the processes of a node and trainer.strategy to ddp"
+        )
+    if trainer.num_nodes > 1 and not started and "SLURM_JOB_ID" in os.environ:
+        raise ValueError(
+            f"trainer.num_nodes = {trainer.num_nodes}: put srun before the command, which starts it on every node"
+        )
 
 
 class RankLost(RuntimeError):
