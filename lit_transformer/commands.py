@@ -83,7 +83,7 @@ def fit_command(args: Sequence[str]) -> int:
                     return _fit(cli, args, signals, at_the_end)
             except Stopped as stopped:
                 leave_children_alone()
-                if stopped.number == signal.SIGUSR1 and stopped.step and not _get_rank() and (answer := requeue()):
+                if stopped.number == signal.SIGUSR1 and not _get_rank() and (answer := requeue()):
                     say(answer)
                 raise
 

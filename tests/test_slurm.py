@@ -15,6 +15,7 @@ from slurm_cluster import Cluster, missing
 from test_exact import STEPS, assert_same_run, curves, fit_command, run
 
 from lit_transformer import commands
+from lit_transformer.__main__ import main
 from lit_transformer.checkpoint import list_checkpoints
 from lit_transformer.cli import TrainerConfig
 from lit_transformer.ranks import check_processes
@@ -142,6 +143,19 @@ def test_a_command_alone_in_an_allocation_waits_for_nobody(monkeypatch, devices,
 def test_another_number_of_processes_than_expected_is_refused(monkeypatch, environment, options, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         build(monkeypatch, environment, **options)
+
+
+def test_a_job_whose_time_ends_while_it_scores_goes_on_as_well(monkeypatch, small_base, tmp_path):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\necho "$@" > "$0.said"\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(commands, "score", lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
+    (tmp_path / "base.yaml").write_text(json.dumps(small_base))
+    fit = ["fit", "--config", str(tmp_path / "base.yaml"), "--run.dir", str(tmp_path / "run")]
+    assert main(fit) == 128 + signal.SIGUSR1
+    assert (tmp_path / "scontrol.said").read_text() == "requeue 7\n"
 
 
 @pytest.mark.parametrize(
