@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from lit_transformer.checkpoint import checkpoint_path, prune_checkpoints, remove_unfinished
 from lit_transformer.module import LitTransformer
 from lit_transformer.progress import clock, say
-from lit_transformer.ranks import TIMEOUT_SECONDS, Agreement, sign_in
+from lit_transformer.ranks import TIMEOUT_SECONDS, Agreement, must_agree, sign_in
 from lit_transformer.signals import Signals, Stopped
 from lit_transformer.store import write_json
 
@@ -39,6 +39,8 @@ class Checkpoints(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         sign_in()
+        if stage == "fit":
+            must_agree("checkpoint", str(trainer.ckpt_path))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.agreement = Agreement(self.timeout)

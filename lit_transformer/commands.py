@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -35,7 +34,7 @@ from lit_transformer.ranks import check_processes, leave_children_alone, naming_
 from lit_transformer.scoring import facts, print_scores, score, write_outputs, write_result
 from lit_transformer.signals import Signals, Stopped, end_with_parent, requeue
 from lit_transformer.sources import read_lines
-from lit_transformer.store import Store, atomic_file, write_json
+from lit_transformer.store import Store, atomic_file, exclusive, write_json
 from lit_transformer.tracking import tracked
 from lit_transformer.translate import Translator, best_device
 
@@ -52,12 +51,7 @@ def locked(folder: Path) -> Iterator[None]:
     if _get_rank():  # the first process holds the lock for all of them
         yield
         return
-    with open(folder / ".lock", "a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"{folder} is being worked on by another process; waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with exclusive(folder / ".lock", lambda: say(f"{folder} is being worked on by another process; waiting for it")):
         yield
 
 
@@ -116,7 +110,9 @@ def _fit(cli: ExperimentCLI, args: Sequence[str], signals: Signals, at_the_end: 
         say(f"{cli.model.model.num_parameters:,} parameters; departs from the paper's base in: {departures}")
     wandb_run = at_the_end.enter_context(tracked(cli, reached))
     if reached < max_steps:
-        if reached:
+        # Before the processes meet: they wait for each other for so long, and for text as long as it takes.
+        cli.datamodule.prepare_data()
+        if reached and first:
             say(f"{folder}: going on after update {reached:,}")
         trainer.loggers = [CSVLogger(folder, name="csv"), *([wandb_run] if wandb_run else [])]
         trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=newest, weights_only=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 from lit_transformer.progress import say as say_on_stderr
 from lit_transformer.sources import SPLITS, BibleSource, CorpusConfig, FileSource, Pair, open_source
-from lit_transformer.store import SplitWriter, atomic_folder, seal, sha256, write_text
+from lit_transformer.store import SplitWriter, atomic_folder, exclusive, seal, sha256, write_text
 from lit_transformer.tokenizer import MAX_LINE_BYTES, PIECE_MARKS, Tokenizer
 
 FORMAT = 1  # raise it when the same text and options would give another store
@@ -130,10 +130,16 @@ def prepare(
     """
     say = say or say_on_stderr
     folder = store_folder(config, root, tokenizer)
-    if (folder / "meta.json").is_file():
-        say(f"corpus: {folder} is up to date")
-        return folder
+    with exclusive(root / ".lock", lambda: say(f"corpus: another process prepares text in {root}; waiting for it")):
+        if (folder / "meta.json").is_file():
+            say(f"corpus: {folder} is up to date")
+        else:
+            _prepare(config, folder, say, tokenizer)
+            say(f"corpus: written to {folder}")
+    return folder
 
+
+def _prepare(config: CorpusConfig, folder: Path, say: Callable[[str], None], tokenizer: Tokenizer | None) -> None:
     source = open_source(config)
     source.check()
     notes: Counter[str] = Counter()
@@ -172,8 +178,6 @@ def prepare(
         seal(building, tokenizer.fingerprint, report)
     for line in describe(report):
         say(line)
-    say(f"corpus: written to {folder}")
-    return folder
 
 
 def _write_train(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.fabric.utilities.rank_zero import _get_rank
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -167,6 +168,7 @@ class TranslationDataModule(pl.LightningDataModule):
         self.root, self.seed = Path(root), seed
         self.store: Store | None = None
         self._given: Tokenizer | None = None
+        self._prepared: Tokenizer | bool | None = False  # with which tokeniser
 
     def use_tokenizer(self, model: bytes) -> None:
         """Read the text with the tokeniser of a trained model instead of one learned from this training text."""
@@ -176,8 +178,10 @@ class TranslationDataModule(pl.LightningDataModule):
             self._given = None  # it is that one
 
     def prepare_data(self) -> None:
-        """Once on each node: text to store, unless it stands there already."""
-        prepare(self.corpus, self.root, tokenizer=self._given)
+        """Text to store, unless it stands there already; one process does it, others wait, the first speaks."""
+        if self._prepared != self._given:
+            prepare(self.corpus, self.root, (lambda line: None) if _get_rank() else None, self._given)
+            self._prepared = self._given
 
     def setup(self, stage: str | None = None) -> None:
         """Open the store; for training, plan the updates and tell the trainer how many micro-batches make one."""

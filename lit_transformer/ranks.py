@@ -107,6 +107,18 @@ def sign_in() -> None:
         _store().set(f"name/{dist.get_rank()}", name)
 
 
+def must_agree(what: str, mine: str) -> None:
+    """Raises ValueError where another rank than the first has found something else than it."""
+    if _several():
+        if dist.get_rank() == 0:
+            _store().set(what, mine)
+        elif (theirs := _store().get(what).decode()) != mine:
+            raise ValueError(
+                f"{what}: rank {dist.get_rank()} has found {mine}, rank 0 {theirs}, so one was still being written: "
+                "type the same command again; on several nodes they need the same folder"
+            )
+
+
 @contextlib.contextmanager
 def naming_who_is_missing() -> Iterator[None]:
     """Where ranks work together: a failed connection becomes an error that says whose.

@@ -1,5 +1,6 @@
 """From text to store: alignment is never lost, every dropped pair is counted, held-out text is never touched."""
 
+import fcntl
 import functools
 import gzip
 import importlib.util
@@ -7,6 +8,8 @@ import json
 import lzma
 import random
 import sqlite3
+import threading
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -87,7 +90,7 @@ def report_of(store: Store) -> dict:
 
 
 def nothing_in(root: Path) -> bool:
-    return not root.exists() or not list(root.iterdir())
+    return not root.exists() or {path.name for path in root.iterdir()} <= {".lock"}
 
 
 # Reading lines
@@ -587,7 +590,7 @@ def test_an_interruption_leaves_nothing_or_all(tmp_path, error):
 
         with pytest.raises(type(error)):
             prepare(config, root, say)
-        left.append([entry.name for entry in root.iterdir()] if root.exists() else [])
+        left.append([entry.name for entry in root.iterdir() if entry.name != ".lock"] if root.exists() else [])
         if left[-1]:
             assert left[-1] == [whole.folder.name]
             assert Store(root / whole.folder.name).fingerprint == whole.fingerprint
@@ -799,3 +802,21 @@ def test_a_source_reads_the_same_each_time(tmp_path):
     source.check()
     for split, expected in (("train", pairs(40)), ("valid", VALID), ("test", TEST)):
         assert list(source.pairs(split, Counter())) == list(source.pairs(split, Counter())) == expected
+
+
+def test_two_processes_prepare_the_same_text_once(tmp_path):
+    config, root = config_of(tmp_path, pairs(20)), tmp_path / "root"
+    root.mkdir()
+    said, done = [], []
+    with open(root / ".lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        other = threading.Thread(target=lambda: done.append(prepare(config, root, said.append)))
+        other.start()
+        while not said:
+            time.sleep(0.01)
+        assert "another process prepares text" in said[0]
+        assert not done
+    other.join()
+    assert done[0].is_dir()
+    prepare(config, root, said.append)
+    assert "is up to date" in said[-1]
