@@ -106,6 +106,13 @@ class Seen(pl.Callback):
 # Sweeps
 
 
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> None:
+    """Started in the background of a script, Python ignores Ctrl-C, and so would every command under test."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture
 def signals() -> Iterator[None]:
     """A sweep in this process changes them."""

@@ -26,7 +26,7 @@ import yaml
 from lightning.pytorch.loggers import CSVLogger
 from sacrebleu.metrics import BLEU, CHRF
 
-from lit_transformer import callbacks, module
+from lit_transformer import callbacks, evaluation, module
 from lit_transformer.__main__ import main
 from lit_transformer.checkpoint import list_checkpoints, load_checkpoint
 from lit_transformer.decode import search_all
@@ -217,7 +217,7 @@ def test_prepare_with_files_of_different_lengths_ends_in_one_line(tmp_path, caps
     shown = one_error(capsys.readouterr().err)
     assert "400" in shown
     assert "train.tgt" in shown
-    assert not (corpus / "store").exists() or not list((corpus / "store").iterdir())
+    assert not (corpus / "store").exists() or not list((corpus / "store").glob("[!.]*"))
 
 
 # fit
@@ -758,7 +758,7 @@ def test_decoding_options_reach_the_search_and_the_record(copied, monkeypatch):
         seen.append(options)
         return search_all(model, sources, **options)
 
-    monkeypatch.setattr(module, "search_all", search)
+    monkeypatch.setattr(evaluation, "search_all", search)
     assert exit_status(["validate", copied, "--beam_size", 2, "--length_penalty", 0.1]) == 0
     assert [(options["beam_size"], options["length_penalty"]) for options in seen] == [(2, 0.1)]
     found = read_json(copied / "validate.json")

@@ -237,7 +237,7 @@ def test_data_is_prepared_once_for_all(bench, base, tmp_path):
     bench.configure({**base, "data": {**base["data"], "root": str(tmp_path / "data")}})
     bench.study("base", {"name": "batch", "set": {"data.tokens_per_update": 100}}, seeds=[1, 2])
     assert bench.sweep() == 0
-    [store] = (tmp_path / "data").iterdir()
+    [store] = (tmp_path / "data").glob("[!.]*")
     assert Store(store).fingerprint
 
 
@@ -700,7 +700,7 @@ def test_a_real_study_ends_with_results_and_tables(real):
 
 
 def test_a_real_result_says_what_its_run_was(real):
-    store = Store(next(Path(real.results["base"]["config"]["data"]["root"]).iterdir()))
+    store = Store(next(Path(real.results["base"]["config"]["data"]["root"]).glob("[!.]*")))
     for name, result in real.results.items():
         assert (result["study"], result["variant"], result["seed"], result["updates"]) == ("s", name, 3, 4)
         assert (result["split"], result["bleu"]["sentences"], result["vocab_size"]) == ("valid", 8, 300)
