@@ -84,8 +84,7 @@ def load_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
     except Exception as error:  # torch raises many kinds for a file that is no checkpoint
         # torch's own message recommends unsafe loading, so it is not passed on.
         raise DamagedCheckpoint(
-            f"{path} is damaged, or no checkpoint of plain data ({type(error).__name__}); remove it to use the one "
-            "before it"
+            f"{path} is damaged, or no checkpoint of plain data ({type(error).__name__})"
         ) from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise DamagedCheckpoint(f"{path} holds no model: a checkpoint written by `fit` or `average` is needed")
@@ -105,33 +104,42 @@ def usable_checkpoint(
     Raises:
         ValueError: there are some, and none can be used; or one cannot be read.
     """
-    first: DamagedCheckpoint | None = None
+    damaged: list[tuple[Path, DamagedCheckpoint]] = []
     for step, path in reversed(list_checkpoints(run / "checkpoints")):
         try:
-            _must_fit(module, load_checkpoint(path), path)
+            _must_fit(module, load_checkpoint(path), step, path)
         except DamagedCheckpoint as error:
-            first = first or error
-            if set_aside:
-                aside = path.with_name(f"{path.name}.damaged")
-                path.rename(aside)
-                say(f"{error}; it is {aside.name} from now on, and the one before it is used")
-        except ValueError:
+            damaged.append((path, error))
+        except ValueError as error:
             if path.is_file():
                 raise
-            first = first or DamagedCheckpoint(f"{path} was set aside by another process of this run")
+            damaged.append((path, DamagedCheckpoint(str(error))))  # another process of this run has set it aside
         else:
+            for bad, why in damaged if set_aside else []:
+                bad.rename(bad.with_name(f"{bad.name}.damaged"))
+                say(f"{why}; it is {bad.name}.damaged from now on, and {path.name} is used")
             return step, path
-    if first:
-        raise ValueError(f"{run} has no checkpoint left to go on from: {first}") from first
+    if damaged:
+        raise ValueError(
+            f"{run} has no checkpoint to go on from: {damaged[0][1]}; put a good copy there, or remove the folder to "
+            "train anew"
+        )
     return 0, None
 
 
-def _must_fit(module: torch.nn.Module, checkpoint: dict[str, Any], path: Path) -> None:
-    for name, ours in module.state_dict().items():
-        theirs = checkpoint["state_dict"].get(name)
-        if theirs is None or theirs.shape != ours.shape:
-            has = "none" if theirs is None else list(theirs.shape)
-            raise DamagedCheckpoint(f"{path} is of another model: {name} is {list(ours.shape)} here, {has} there")
+def _must_fit(module: torch.nn.Module, checkpoint: dict[str, Any], step: int, path: Path) -> None:
+    """Raises DamagedCheckpoint where it is of another model, run or update than its place says."""
+    if checkpoint.get("global_step") != step:
+        raise DamagedCheckpoint(f"{path} is of another run: it holds update {checkpoint.get('global_step')}")
+    ours, theirs = dict(getattr(module, "hparams", {})), checkpoint.get("hyper_parameters", {})
+    for name in sorted(ours.keys() & theirs.keys()):
+        if ours[name] != theirs[name]:
+            raise DamagedCheckpoint(f"{path} is of another run: {name} is {ours[name]} here, {theirs[name]} there")
+    for name, weight in module.state_dict().items():
+        other = checkpoint["state_dict"].get(name)
+        if other is None or other.shape != weight.shape:
+            has = "none" if other is None else list(other.shape)
+            raise DamagedCheckpoint(f"{path} is of another model: {name} is {list(weight.shape)} here, {has} there")
 
 
 def _save(checkpoint: dict[str, Any], path: Path) -> None:

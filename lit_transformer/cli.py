@@ -129,7 +129,11 @@ class TrainerConfig:
         try:
             return self._trainer(**ours)
         except (MisconfigurationException, TypeError) as error:
-            raise ValueError(f"trainer: {error}") from error
+            given = ", ".join(f"{name} = {getattr(self, name)}" for name in ("accelerator", "strategy", "devices"))
+            raise ValueError(
+                f"trainer: {' '.join(str(error).split())} (given {given}; there must be such devices, at least one, "
+                'and the strategy is "auto", "ddp" or "fsdp")'
+            ) from error
 
     def _trainer(self, **ours: Any) -> pl.Trainer:
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "timeout"}
@@ -240,7 +244,7 @@ class ExperimentCLI(LightningCLI):
         path, result = self.folder / "config.yaml", self.folder / "result.json"
         before = None
         if path.is_file() and (result.is_file() or list_checkpoints(self.folder / "checkpoints")):
-            before = yaml.safe_load(path.read_text(encoding="utf-8"))
+            before = _read_config(path)
         elif result.is_file():
             with contextlib.suppress(ValueError, KeyError):  # a damaged result is refused where it is read
                 before = json.loads(result.read_text(encoding="utf-8"))["config"]
@@ -258,6 +262,18 @@ class ExperimentCLI(LightningCLI):
         write_atomic(
             self.folder / "config.yaml", self.parser.dump(self.config, skip_unset=False, format="yaml").encode()
         )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError) as error:
+        config, reason = None, " ".join(str(error).split())[:120]
+    else:
+        reason = "no keys in it"
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is damaged ({reason}): remove it, and the same command writes it anew")
+    return config
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import stat
@@ -29,6 +30,7 @@ from lit_transformer.checkpoint import (
 from lit_transformer.cli import ExperimentCLI
 from lit_transformer.corpus import describe, prepare
 from lit_transformer.decode import BEAM_SIZE, LENGTH_PENALTY
+from lit_transformer.module import TrainingError
 from lit_transformer.progress import say
 from lit_transformer.ranks import check_processes, leave_children_alone, naming_who_is_missing
 from lit_transformer.scoring import facts, print_scores, score, write_outputs, write_result
@@ -76,10 +78,23 @@ def fit_command(args: Sequence[str]) -> int:
                 with naming_who_is_missing():
                     return _fit(cli, args, signals, at_the_end)
             except Stopped as stopped:
-                leave_children_alone()
+                for child in leave_children_alone():
+                    if stopped.step is None:  # not told of it, and there is nothing that it could finish
+                        child.kill()
                 if stopped.number == signal.SIGUSR1 and not _get_rank() and (answer := requeue()):
                     say(answer)
                 raise
+            except RuntimeError as error:
+                if "DataLoader worker" not in str(error):
+                    raise
+                raise TrainingError(
+                    f"data.num_workers = {cli.datamodule.num_workers}: a process that makes batches has ended "
+                    f"({' '.join(str(error).split())[:120]}); if it was for want of memory, lower data.num_workers; "
+                    "the same command goes on from the last checkpoint"
+                ) from error
+            finally:
+                for worker in multiprocessing.active_children():
+                    worker.kill()  # it ignores the signal by which Python would end it, and then wait for it
 
 
 def _fit(cli: ExperimentCLI, args: Sequence[str], signals: Signals, at_the_end: contextlib.ExitStack) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lit_transformer.rows import check_comparable, read_result
-from lit_transformer.sentences import Sentences, extremes, pooled, read_sentences
+from lit_transformer.sentences import Sentences, extremes, mean_scores, read_sentences
 from lit_transformer.significance import RESAMPLES, Comparison, Difference, compare
 from lit_transformer.store import write_atomic
 
@@ -87,8 +87,10 @@ def compare_sides(a: Side, b: Side) -> Comparison:
 def describe(a: Side, b: Side, found: Comparison, sentences: int) -> str:
     """What is printed: both scores, their difference, and the sentences that differ most."""
     first = next(iter(a.results.values()))
-    scores = [pooled([side.outputs[seed] for seed in found.seeds]) for side in (a, b)]
-    seeds = f", seeds {', '.join(map(str, found.seeds))} pooled" if len(found.seeds) > 1 else f", seed {found.seeds[0]}"
+    scores = [mean_scores([side.outputs[seed] for seed in found.seeds]) for side in (a, b)]
+    seeds = (
+        f", seeds {', '.join(map(str, found.seeds))} (means)" if len(found.seeds) > 1 else f", seed {found.seeds[0]}"
+    )
     seeds = "" if found.seeds == [0] else seeds
     together = ", each with all its seeds" if len(found.seeds) > 1 else ""
     lines = [
@@ -155,7 +157,7 @@ def compare_command(args: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         "lit-transformer results compare",
         allow_abbrev=False,
-        description="Two runs (folders with a result), or two rows (STUDY/VARIANT, their common seeds pooled).",
+        description="Two runs (folders with a result), or two rows (STUDY/VARIANT, over their common seeds).",
     )
     parser.add_argument("a", metavar="A", help="what is compared with")
     parser.add_argument("b", metavar="B", help="what is compared")

@@ -87,9 +87,10 @@ def _intervals(found: Mapping[str, Comparison]) -> list[str]:
     of = f"{len(found)} rows" if len(found) > 1 else "1 row"
     return [
         f"In brackets: 95% interval of the difference, over the seeds that both rows have, by {RESAMPLES:,} paired "
-        "resamples of the sentences, each with all its seeds. p: of the difference in BLEU by sacreBLEU's paired "
-        f"bootstrap ({next(iter(found.values())).signature}), of several seeds by its statistic on the resamples in "
-        f"brackets, as more seeds are not more sentences; Holm-corrected for {of} compared."
+        "resamples of the sentences, each with all its seeds; how far seeds differ is in ±, not in it. p: of the "
+        f"difference in BLEU by sacreBLEU's paired bootstrap ({next(iter(found.values())).signature}), of several "
+        "seeds by its statistic on the resamples in brackets, as more seeds are not more sentences; Holm-corrected for "
+        f"{of} compared."
     ]
 
 

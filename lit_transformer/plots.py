@@ -38,7 +38,7 @@ def differences(table: Table) -> bytes:
         ends = [(i - 0.2, row[f"{measure}_low"], row[f"{measure}_high"]) for i, row in enumerate(shown)]
         known = [end for end in ends if None not in end]
         if known:
-            # Not as errors of the bars: the interval is of the pooled outputs and need not hold the mean over seeds.
+            # Not as errors of the bars: a percentile interval need not hold the value.
             heights, lows, highs = zip(*known, strict=True)
             axis.hlines(heights, lows, highs, color="black", linewidth=1.1, label="95% interval of ours")
             for end in (lows, highs):

@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -58,9 +59,10 @@ def check_processes(trainer: pl.Trainer) -> None:
             f"a launcher has started {started} processes, and trainer.devices x trainer.num_nodes is {expected}: "
             "set trainer.devices to the processes of a node and trainer.strategy to ddp"
         )
-    if trainer.num_nodes > 1 and not started and "SLURM_JOB_ID" in os.environ:
+    if trainer.num_nodes > 1 and not started and ("SLURM_JOB_ID" in os.environ or "MASTER_ADDR" not in os.environ):
         raise ValueError(
-            f"trainer.num_nodes = {trainer.num_nodes}: put srun before the command, which starts it on every node"
+            f"trainer.num_nodes = {trainer.num_nodes}: nobody has started the processes of the other nodes: put srun "
+            "before the command, or start it on each node by torchrun"
         )
 
 
@@ -136,12 +138,33 @@ def naming_who_is_missing() -> Iterator[None]:
         if absent := _roll_call():
             for child in children:
                 child.kill()  # one that hangs would stay
-            raise RankLost(
-                f"{absent} has ended or hangs, and the others cannot go on without it: look for its own words above, "
-                f"or whether it was killed for want of memory ({reason[:80]}); the same command goes on from the last "
-                "checkpoint"
-            ) from error
+            raise RankLost(_without(absent, reason)) from error
         raise
+
+
+def _end_with_child(observer: _ChildProcessObserver) -> None:
+    """Lightning's own end of all processes says nothing; this is for a rank whose connections do not break at once.
+
+    Those are held open by the loader's workers that a killed rank has left, for seconds.
+    """
+    children = list(enumerate(observer._child_processes, 1))
+    lost = " and ".join(f"rank {rank} (process {child.pid})" for rank, child in children if child.returncode)
+    for _, child in children:
+        child.kill()
+    if lost:
+        print(f"lit-transformer: error: {_without(lost)}", file=sys.stderr, flush=True)
+        os._exit(1)  # every file is written atomically, so this is safe
+
+
+_ChildProcessObserver._terminate_all = _end_with_child  # type: ignore[method-assign, assignment]
+
+
+def _without(lost: str, reason: str = "") -> str:
+    return (
+        f"{lost} has ended or hangs, and the others cannot go on without it: look for its own words above, or whether "
+        f"it was killed for want of memory{reason and f' ({reason[:80]})'}; the same command goes on from the last "
+        "checkpoint"
+    )
 
 
 def leave_children_alone() -> list[subprocess.Popen]:

@@ -75,10 +75,11 @@ def perplexity_of(nll: float, tokens: float) -> float:
         return math.inf
 
 
-def pooled(seeds: Sequence[Sentences]) -> tuple[float, float]:
-    """BLEU and perplexity over the outputs of all these runs together."""
-    nll, tokens = (sum(float(getattr(one, key).sum()) for one in seeds) for key in ("nll", "tgt_tokens"))
-    return bleu_of(sum(one.counts.sum(0) for one in seeds)), perplexity_of(nll, tokens)
+def mean_scores(seeds: Sequence[Sentences]) -> tuple[float, float]:
+    """BLEU and perplexity of runs that differ in their seed, the mean over these."""
+    bleu = [bleu_of(one.counts.sum(0)) for one in seeds]
+    perplexity = [perplexity_of(float(one.nll.sum()), float(one.tgt_tokens.sum())) for one in seeds]
+    return sum(bleu) / len(seeds), sum(perplexity) / len(seeds)
 
 
 def read_sentences(run: Path, result: dict[str, Any]) -> Sentences | None:

@@ -117,14 +117,13 @@ def _weights(sentences: int) -> np.ndarray:
 
 
 class _Resampled:
-    """BLEU and perplexity under every row of weights; a sentence is drawn with all its seeds, as they hang together."""
+    """BLEU and perplexity, means over seeds, under every row of weights; a sentence is drawn with all its seeds."""
 
     def __init__(self, seeds: Sequence[Sentences], weights: np.ndarray) -> None:
-        counts = weights @ sum(one.counts for one in seeds)
-        self.bleu = np.array([bleu_of(row) for row in counts])
-        nll, tokens = weights @ sum(one.nll for one in seeds), weights @ sum(one.tgt_tokens for one in seeds)
+        self.bleu = np.mean([[bleu_of(row) for row in weights @ one.counts] for one in seeds], axis=0)
         with np.errstate(over="ignore", invalid="ignore"):
-            self.perplexity = np.exp(nll / tokens)
+            each = [np.exp((weights @ one.nll) / (weights @ one.tgt_tokens)) for one in seeds]
+            self.perplexity = np.mean(each, axis=0)
 
 
 def _difference(values: np.ndarray) -> Difference:

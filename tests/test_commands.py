@@ -931,7 +931,20 @@ def of_another_model(path):
     torch.save(checkpoint, path)
 
 
-@pytest.mark.parametrize("damage", [cut_short, flip_a_bit, of_another_model, lambda path: path.write_bytes(b"")])
+def of_another_seed(path):
+    checkpoint = load_checkpoint(path)
+    checkpoint["hyper_parameters"]["seed"] = 99
+    torch.save(checkpoint, path)
+
+
+def of_another_update(path):
+    shutil.copy(list_checkpoints(path.parent)[0][1], path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [cut_short, flip_a_bit, of_another_model, of_another_seed, of_another_update, lambda p: p.write_bytes(b"")],
+)
 def test_a_damaged_checkpoint_is_set_aside_aloud_and_the_one_before_it_is_used(
     damage, corpus, finished, copied, capsys
 ):
@@ -946,17 +959,26 @@ def test_a_damaged_checkpoint_is_set_aside_aloud_and_the_one_before_it_is_used(
     assert fit(corpus, copied, **longer) == 0
     said = capsys.readouterr().err
     assert f"{path.name} is" in said
-    assert f"{path.name}.damaged from now on, and the one before it is used" in said
+    assert f"{path.name}.damaged from now on, and step-{before[-2]:08d}.ckpt is used" in said
     assert f"going on after update {before[-2]}" in said
     assert path.with_name(f"{path.name}.damaged").is_file()
     assert same_weights(newest(copied), expected)
 
 
+@pytest.mark.parametrize("content", [b": [", b"\xff\xfe", b"", b"- 1"])
+def test_a_damaged_configuration_is_named(content, corpus, copied, capsys):
+    (copied / "result.json").unlink()
+    (copied / "config.yaml").write_bytes(content)
+    assert fit(corpus, copied) == 1
+    assert f"{copied / 'config.yaml'} is damaged" in one_error(capsys.readouterr().err)
+
+
 def test_a_run_with_damaged_checkpoints_alone_does_not_start_anew(corpus, copied, capsys):
     for _, path in list_checkpoints(copied / "checkpoints"):
         cut_short(path)
-    assert fit(corpus, copied, trainer__max_steps=UPDATES + 4) == 1
-    assert "has no checkpoint left to go on from" in one_error(capsys.readouterr().err)
+    for _ in range(2):
+        assert fit(corpus, copied, trainer__max_steps=UPDATES + 4) == 1
+        assert "has no checkpoint to go on from" in one_error(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -114,18 +114,38 @@ def test_a_signal_with_two_ranks_and_two_workers_leaves_one_checkpoint_and_no_or
     assert_same_run(tmp_path, straight)
 
 
-@pytest.mark.parametrize("victim", ["other", pytest.param("first", marks=pytest.mark.slow)])
-def test_a_rank_that_dies_is_named_and_takes_the_others_with_it(victim, corpus, tmp_path):
-    fitting = Run(fit_command(corpus, tmp_path, **TWO, **{"trainer.max_steps": 10**6}), tmp_path)
+@pytest.mark.parametrize(
+    ("victim", "workers"),
+    [
+        ("other", 0),
+        pytest.param("other", 2, marks=pytest.mark.slow),  # they hold its connections open
+        pytest.param("first", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_dies_is_named_and_takes_the_others_with_it(victim, workers, corpus, tmp_path):
+    options = {"trainer.max_steps": 10**6, "data.num_workers": workers}
+    fitting = Run(fit_command(corpus, tmp_path, **TWO, **options), tmp_path)
     fitting.wait_for_update(4)
     other = fitting.ranks()[0]
     os.kill(other if victim == "other" else fitting.process.pid, signal.SIGKILL)
     status, said = fitting.end(60)
     if victim == "other":
         assert status == 1
-        assert re.search(rf"fit: error: rank 1 \(process {other} on .*\) has ended or hangs", said), said[-3000:]
+        assert re.search(rf"error: rank 1 \(process {other}( on .*)?\) has ended or hangs", said), said[-3000:]
         assert "the same command goes on" in said
     assert list_checkpoints(tmp_path / "checkpoints")
+
+
+@pytest.mark.slow
+def test_a_loaders_worker_that_is_killed_ends_the_run_in_one_line(corpus, tmp_path):
+    options = {"trainer.max_steps": 10**6, "data.num_workers": 2}
+    fitting = Run(fit_command(corpus, tmp_path, **options), tmp_path)
+    fitting.wait_for_update(4)
+    os.kill(fitting.children()[0], signal.SIGKILL)
+    status, said = fitting.end(60)
+    assert status == 1
+    assert "fit: error: data.num_workers = 2: a process that makes batches has ended" in said.splitlines()[-1]
+    assert "Traceback" not in said
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from results_folder import result
 from sacrebleu.metrics import BLEU, CHRF
 
-from lit_transformer.sentences import bleu_of, extremes, perplexity_of, pooled, read_sentences
+from lit_transformer.sentences import bleu_of, extremes, mean_scores, perplexity_of, read_sentences
 
 HYPOTHESES = ["the cat sat on the mat .", "", "a dog", "Ünïcode: „so“, it's 3,000.5%", "x", "the the the the the"]
 REFERENCES = ["the cat sat on a mat .", "not empty", "a big dog ran", "Unicode: „so“, it's 3,000.5%", "y", "the end"]
@@ -39,15 +39,16 @@ def test_counts_of_any_choice_of_sentences_add_up_too(tmp_path, seed):
     assert bleu_of(found.counts[chosen].sum(0)) == pytest.approx(expected, abs=1e-12)
 
 
-def test_pooled_scores_are_those_of_all_outputs_together(tmp_path):
+def test_scores_of_several_seeds_are_the_mean_of_theirs(tmp_path):
     (tmp_path / "b").mkdir()
     a = read_sentences(tmp_path, write(tmp_path))
     nll = [0.5, 1, 2, 4, 8, 16]
     b = read_sentences(tmp_path / "b", write(tmp_path / "b", [*REFERENCES[:3], "a", "b", "c"], nll=nll))
-    bleu, perplexity = pooled([a, b])
-    both = [*HYPOTHESES, *REFERENCES[:3], "a", "b", "c"]
-    assert bleu == BLEU().corpus_score(both, [REFERENCES * 2]).score
-    assert perplexity == pytest.approx(math.exp((6 * 1.5 + 31.5) / 36))
+    bleu, perplexity = mean_scores([a, b])
+    each = [BLEU().corpus_score(h, [REFERENCES]).score for h in (HYPOTHESES, [*REFERENCES[:3], "a", "b", "c"])]
+    assert bleu == pytest.approx(sum(each) / 2)
+    tokens = a.tgt_tokens.sum()
+    assert perplexity == pytest.approx((math.exp(a.nll.sum() / tokens) + math.exp(31.5 / tokens)) / 2)
 
 
 def test_chrf_of_each_sentence_is_sacrebleus(tmp_path):

@@ -116,10 +116,13 @@ def test_intervals_are_percentiles_of_corpus_scores_of_resampled_sentences(monke
         assert len(drawn) == N
         scores = []
         for side in (0, 1):
-            outputs = [pair[side].hypotheses[i] for pair in seeds for i in drawn]
-            bleu = BLEU().corpus_score(outputs, [[REFERENCES[i] for i in drawn] * 2]).score
-            nll = sum(pair[side].nll[i] for pair in seeds for i in drawn)
-            scores.append((bleu, math.exp(nll / sum(pair[side].tgt_tokens[i] for pair in seeds for i in drawn))))
+            each = []
+            for one_of_them in (pair[side] for pair in seeds):
+                outputs = [one_of_them.hypotheses[i] for i in drawn]
+                bleu = BLEU().corpus_score(outputs, [[REFERENCES[i] for i in drawn]]).score
+                nll = sum(one_of_them.nll[i] for i in drawn)
+                each.append((bleu, math.exp(nll / sum(one_of_them.tgt_tokens[i] for i in drawn))))
+            scores.append([sum(values) / len(seeds) for values in zip(*each, strict=True)])
         bleus.append(scores[1][0] - scores[0][0])
         perplexities.append(scores[1][1] - scores[0][1])
     for difference, values in ((found.bleu, bleus), (found.perplexity, perplexities)):
