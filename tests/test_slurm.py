@@ -132,7 +132,7 @@ def test_a_command_alone_in_an_allocation_waits_for_nobody(monkeypatch, devices,
     [
         (TASK, {"devices": 1}, "a launcher has started 2 processes, and trainer.devices x trainer.num_nodes is 1"),
         (TASK, {"devices": 2, "num_nodes": 2, "strategy": "ddp"}, "trainer.devices x trainer.num_nodes is 4"),
-        (ALLOCATION, {"devices": 1, "num_nodes": 2, "strategy": "ddp"}, "trainer.num_nodes = 2: put srun before"),
+        (ALLOCATION, {"devices": 1, "num_nodes": 2, "strategy": "ddp"}, "trainer.num_nodes = 2: nobody has started"),
     ],
 )
 def test_another_number_of_processes_than_expected_is_refused(monkeypatch, environment, options, words):
