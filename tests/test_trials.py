@@ -208,20 +208,6 @@ def test_trials_go_on_while_the_server_is_away(bench, server, database, hasty):
 BREAK = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname LIKE 't%'"
 
 
-def test_connections_that_break_after_the_last_trial_do_not_cost_the_table(bench, server, database, monkeypatch):
-    bench.study("base")
-    failures = trials.Trials.failures
-
-    def broken(self):
-        if threading.current_thread() is threading.main_thread():  # the workers have ended
-            server.execute(BREAK)
-        return failures(self)
-
-    monkeypatch.setattr(trials.Trials, "failures", broken)
-    assert bench.sweep("--storage", database) == 0
-    assert (bench.root / "results/s.csv").is_file()
-
-
 def test_a_connection_that_breaks_at_first_contact_is_made_again(bench, server, database, monkeypatch):
     bench.study("base")
     first = [True]
