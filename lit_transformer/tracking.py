@@ -134,10 +134,9 @@ def tracked(cli: ExperimentCLI, reached: int) -> Iterator[WandbRun | None]:
             tracker.catch_up(cli.folder, reached)
         yield tracker
         status = 0
-    except Exception:
-        raise
-    except BaseException:  # a signal's
-        status = KILLED
+    except BaseException as error:
+        if not isinstance(error, Exception):  # a signal's
+            status = KILLED
         raise
     finally:
         if tracker:

@@ -189,6 +189,29 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_left_out_or_stops_on_all(bad, 
         assert list_checkpoints(tmp_path / "checkpoints")[-1][0] == 8  # stopped in update 11
 
 
+AGREE = """
+import sys
+from torch import distributed as dist
+from lit_transformer.ranks import must_agree
+dist.init_process_group("gloo")
+try:
+    must_agree("checkpoint", sys.argv[1 + dist.get_rank()])
+    print("alike")
+except ValueError as error:
+    print(error)
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"), [("a", "a", "alike"), ("a", "b", "rank 1 has found b, rank 0 a")]
+)
+def test_ranks_that_would_go_on_from_different_checkpoints_are_refused(first, second, words):
+    printed = run_ranks(AGREE, 2, first, second)
+    assert printed[0].strip() == "alike"
+    assert words in printed[1]
+
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
