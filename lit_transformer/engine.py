@@ -83,8 +83,17 @@ class Engine:
         folder.mkdir(parents=True, exist_ok=True)
         if trainer := self.trials.trainer_of(str(cell)):
             _take_checkpoints(self.folder / trainer, folder)
-        start = self.study.launcher or [sys.executable]
-        command = [*start, "-m", "lit_transformer", "fit", *fit_arguments(self.study, self.file, cell, self.folder)]
+        program, *its = self.study.launcher or [sys.executable]
+        # torchrun stands beside this Python, which is on nobody's PATH when the environment is not activated.
+        beside = Path(sys.executable).with_name(program)
+        command = [
+            str(beside) if beside.is_file() else program,
+            *its,
+            "-m",
+            "lit_transformer",
+            "fit",
+            *fit_arguments(self.study, self.file, cell, self.folder),
+        ]
         write_atomic(folder / "command", (shlex.join(command) + "\n").encode())
         threads = {name: str(self.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         outside = {name: value for name, value in os.environ.items() if name not in _OF_A_GROUP}

@@ -12,7 +12,7 @@ import time
 import pytest
 from conftest import write_corpus
 from ranks import kill_session, run_ranks
-from test_exact import assert_same_run, fit_command, kill_when_past, last, run
+from test_exact import assert_same_run, environment, fit_command, kill_when_past, last, run
 
 from lit_transformer.__main__ import main
 from lit_transformer.checkpoint import list_checkpoints, load_checkpoint
@@ -152,7 +152,7 @@ def test_a_disk_that_fills_up_costs_no_checkpoint_and_the_run_goes_on_when_there
     several = {"trainer.devices": 2, "trainer.strategy": "ddp"} if ranks == 2 else {}
     run(fit_command(corpus, tmp_path / "straight", **several))
     command = fit_command(corpus, folder / "run", **several)
-    failed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    failed = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=120)
     assert failed.returncode == 1
     errors = [line for line in failed.stderr.splitlines() if line.startswith("lit-transformer")]
     assert any("the disk is full; free some space and type the same command again" in line for line in errors), errors
@@ -172,7 +172,7 @@ def test_a_disk_that_can_only_be_read_is_named(corpus, small_disk):
     command = fit_command(corpus, folder / "run")
     assert kill_when_past(command, folder / "run", 8)
     assert remount("ro").returncode == 0
-    failed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    failed = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=120)
     assert failed.returncode == 1
     error = failed.stderr.splitlines()[-1]
     assert error.startswith("lit-transformer fit: error: ")

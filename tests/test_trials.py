@@ -526,8 +526,11 @@ def test_the_engine_reports_what_optuna_refuses_to_call_a_number(bench):
 
 
 @pytest.mark.slow
-def test_a_search_prunes_trials_of_two_ranks(bench, small_base):
+def test_a_search_prunes_trials_of_two_ranks(bench, small_base, monkeypatch):
     """The real command under torchrun: one process speaks to Optuna, and no rank of a pruned trial stays."""
+    here = Path(sys.executable).parent  # as when the environment is not activated
+    others = [folder for folder in os.environ["PATH"].split(os.pathsep) if Path(folder) != here]
+    monkeypatch.setenv("PATH", os.pathsep.join(others))
     model = {**small_base["model"], "validate_every": 20, "bleu_every": 0}
     trainer = {**small_base["trainer"], "max_steps": 160, "devices": 2, "strategy": "ddp", "log_every_n_steps": 20}
     bench.configure({**small_base, "model": model, "trainer": trainer, "run": {"checkpoint_every": 80}})
