@@ -63,7 +63,7 @@ class Signals:
 
 
 def ignore_signals(_: int = 0) -> None:
-    """In a loader's worker: a signal to all processes of a run is for the one that trains, which ends its workers."""
+    """In a worker: a signal to all processes of a run is for the one that started them, which ends its workers."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
@@ -72,7 +72,11 @@ def end_with_parent() -> None:
     """A process that Lightning has started for another device ends when the one that started it is gone."""
     if "LOCAL_RANK" not in os.environ or "RANK" in os.environ or os.environ["LOCAL_RANK"] == "0":
         return  # started by a user, or by a launcher that looks after its processes
-    parent = os.getppid()
+    end_with(os.getppid())
+
+
+def end_with(parent: int) -> None:
+    """This process ends when its parent is gone."""
 
     def watch() -> None:
         while os.getppid() == parent:

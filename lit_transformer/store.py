@@ -136,14 +136,17 @@ class SplitWriter:
         self._files = {side: open(folder / f"{split}.{side}.raw", "wb") for side in SIDES}  # noqa: SIM115
         self._lengths: dict[str, list[np.ndarray]] = {side: [] for side in SIDES}
 
-    def append(self, src: Sequence[Sequence[int]], tgt: Sequence[Sequence[int]]) -> None:
+    def append(self, src: Sequence[np.ndarray], tgt: Sequence[np.ndarray]) -> None:
         """Two lists of sentences of equal length."""
         if len(src) != len(tgt):
             raise ValueError(f"{len(src)} source and {len(tgt)} target sentences: pairs are needed")
         for side, sentences in zip(SIDES, (src, tgt), strict=True):
             lengths = np.fromiter((len(s) for s in sentences), np.int64, len(sentences))
-            flat = np.fromiter((i for s in sentences for i in s), self.dtype, int(lengths.sum()))
-            flat.tofile(self._files[side])
+            flat = np.concatenate([np.zeros(0, self.dtype), *sentences])
+            limits = np.iinfo(self.dtype)
+            if len(flat) and not (limits.min <= flat.min() and flat.max() <= limits.max):
+                raise OverflowError(f"ids from {flat.min()} to {flat.max()} in a store of {limits.dtype}")
+            flat.astype(self.dtype).tofile(self._files[side])
             self._lengths[side].append(lengths)
 
     def close(self) -> None:
@@ -159,6 +162,24 @@ class SplitWriter:
                 with open(raw, "rb") as tokens:
                     shutil.copyfileobj(tokens, file, 1 << 24)
             raw.unlink()
+
+
+def join_splits(source: Path, names: Sequence[str], folder: Path, split: str) -> None:
+    """One split of a store from several that stand in `source`, in their order."""
+    for side in SIDES:
+        ends, size = [np.zeros(0, np.int64)], 0
+        for name in names:
+            part = np.load(source / f"{name}.{side}.ends.npy")
+            ends.append(part + size)
+            size += int(part[-1]) if len(part) else 0
+        np.save(folder / f"{split}.{side}.ends.npy", np.concatenate(ends))
+        with open(folder / f"{split}.{side}.npy", "wb") as file:
+            for number, name in enumerate(names):
+                tokens = np.load(source / f"{name}.{side}.npy")
+                if not number:
+                    header = {"descr": tokens.dtype.str, "fortran_order": False, "shape": (size,)}
+                    np.lib.format.write_array_header_1_0(file, header)
+                tokens.tofile(file)
 
 
 def write_text(folder: Path, split: str, side: str, lines: Iterable[str]) -> None:

@@ -10,6 +10,7 @@ import io
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import sentencepiece
 
 PAD_ID, UNK_ID, BOS_ID, EOS_ID = 0, 1, 2, 3
@@ -112,6 +113,10 @@ class Tokenizer:
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, without special ids."""
         return self._pieces.encode(list(texts))
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The same as arrays of int32, without an object for each id."""
+        return self._pieces.encode(list(texts), out_type="numpy")
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; special ids are left out."""
