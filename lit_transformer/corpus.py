@@ -128,7 +128,8 @@ def prepare(config: CorpusConfig, root: Path, say: Say | None = None, tokenizer:
         fetch(config, say)
         _remember_digests(open_source(config), root)
         folder = store_folder(config, root, tokenizer)
-        work = folder.with_name(f".{folder.name}.part")
+        # What has been cut into shards of another size does not fit.
+        work = folder.with_name(f".{folder.name}.{shards.SHARD}.part")
         if (folder / "meta.json").is_file():
             say(f"corpus: {folder} is up to date")
         else:
@@ -206,7 +207,8 @@ class Preparation:
                     if counts := shards.counts_of(self.work, name, "cleaned"):
                         count += counts["read"]
                     else:
-                        yield self.work, name, chunk, self.rules, sentences
+                        src, tgt = zip(*chunk, strict=True)
+                        yield self.work, name, ("\n".join(src), "\n".join(tgt)), self.rules, sentences
 
             report = _reporter(self.say, "training pairs read")
             for counts in shards.in_parallel(shards.clean, jobs()):

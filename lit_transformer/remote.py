@@ -84,9 +84,8 @@ def fetch_dataset(dataset: str, src_lang: str, tgt_lang: str) -> None:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
-        # With a time limit, which the download's own first question has not.
-        commit = HfApi().dataset_info(dataset, timeout=CONNECT_SECONDS).sha
-        snapshot_download(dataset, repo_type="dataset", revision=commit, allow_patterns=_patterns(src_lang, tgt_lang))
+        HfApi().dataset_info(dataset, timeout=CONNECT_SECONDS)  # the download's own first question has no time limit
+        snapshot_download(dataset, repo_type="dataset", allow_patterns=_patterns(src_lang, tgt_lang))
     except (OSError, httpx2.HTTPError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise ValueError(
@@ -122,7 +121,8 @@ def parquet_pairs(
                 row += len(column)
                 yield list(zip(*both, strict=True)), row / parquet.metadata.num_rows
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{file}: no Parquet file, or damaged, after row {row} ({error})") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{file}: no Parquet file, or damaged, after row {row} ({reason})") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: not UTF-8 in one of the rows up to {row} ({error.reason})") from error
 
@@ -170,9 +170,12 @@ def test_set_files(entry: str, src_lang: str, tgt_lang: str, fetch: bool) -> tup
     dataset = DATASETS[name]
     if pair not in dataset.langpairs:
         raise ValueError(f"{entry}: not in {pair}; sacreBLEU has it in {', '.join(sorted(dataset.langpairs))}")
-    fields = dataset.fieldnames(pair)
-    paths = {field: Path(dataset._get_txt_file_path(pair, field)) for field in fields}
-    if not all(path.is_file() for path in paths.values()):
+    src = Path(dataset._get_txt_file_path(pair, "src"))
+
+    def references() -> list[Path]:
+        return sorted(src.parent.glob(f"{src.name.removesuffix('src')}ref*")) if src.is_file() else []
+
+    if not references():
         if not fetch:
             raise NotFetched(f"{entry} is not here yet: run `lit-transformer prepare`")
         before = socket.getdefaulttimeout()
@@ -180,11 +183,11 @@ def test_set_files(entry: str, src_lang: str, tgt_lang: str, fetch: bool) -> tup
         try:
             dataset.get_files(pair)
         except (OSError, SystemExit, EOFError) as error:  # it ends the program where a checksum is wrong
+            reason = "not what it should be" if isinstance(error, SystemExit) else error
             raise ValueError(
-                f"{entry} cannot be fetched ({error}): run `sacrebleu -t {name} -l {pair} --echo src` where there is a "
-                f"network, and bring what it made in ~/.sacrebleu/{name} to {paths['src'].parent}"
+                f"{entry} cannot be fetched ({reason}): run `sacrebleu -t {name} -l {pair} --echo src` where there is "
+                f"a network, and bring what it made in ~/.sacrebleu/{name} to {src.parent}"
             ) from error
         finally:
             socket.setdefaulttimeout(before)
-    references = [field for field in fields if field.startswith("ref")]
-    return paths["src"], paths[references[0]], len(references)
+    return src, references()[0], len(references())

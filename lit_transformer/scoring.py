@@ -66,6 +66,7 @@ def facts(cli: ExperimentCLI, found: Evaluation, checkpoint: dict[str, Any]) -> 
         "beam_size": cli.model.beam_size,
         "length_penalty": cli.model.length_penalty,
         "data": store.fingerprint,
+        "text": store.meta["report"]["fingerprints"],
         "tokenizer": store.tokenizer_fingerprint,
         "versions": {
             "lit_transformer_commit": _commit(),

@@ -16,7 +16,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import unicodedata
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -27,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from lit_transformer.signals import end_with, ignore_signals
+from lit_transformer.sources import is_blank
 from lit_transformer.store import SIDES, SplitWriter, write_atomic, write_json
 from lit_transformer.tokenizer import PIECE_MARKS, Tokenizer
 
@@ -34,11 +34,6 @@ SHARD = 50_000  # pairs: a few seconds of one core, and what is lost of each whe
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 Counts = dict[str, Any]
-
-
-def is_blank(text: str) -> bool:
-    """True where nothing can be seen: spaces of any kind, controls and invisible format characters only."""
-    return all(c.isspace() or unicodedata.category(c) in ("Cf", "Cc", "Zs") for c in text)
 
 
 def digests(texts: Iterable[str]) -> np.ndarray:
@@ -52,21 +47,22 @@ def pair_digests(src: np.ndarray, tgt: np.ndarray) -> np.ndarray:
     return src * _ODD + tgt
 
 
-def clean(folder: Path, name: str, pairs: list[tuple[str, str]], rules: frozenset[str], held_out: np.ndarray) -> Counts:
+def clean(folder: Path, name: str, sides: tuple[str, str], rules: frozenset[str], held_out: np.ndarray) -> Counts:
     """Write what the rules on text leave of a shard.
 
     Args:
+        sides: source and target sentences, each a line: one string each goes from process to process at no cost.
         held_out: digests of all sentences of validation and test.
 
     Returns:
         read: pairs given; dropped: by rule.
     """
-    src, tgt = ([pair[side] for pair in pairs] for side in (0, 1))
+    src, tgt = (side.split("\n") for side in sides)
     by_side = digests(src), digests(tgt)
     overlap = np.isin(by_side[0], held_out) | np.isin(by_side[1], held_out)
     dropped: Counter[str] = Counter()
-    keep = np.ones(len(pairs), bool)
-    for i, (s, t) in enumerate(pairs):
+    keep = np.ones(len(src), bool)
+    for i, (s, t) in enumerate(zip(src, tgt, strict=True)):
         if "blank" in rules and (is_blank(s) or is_blank(t)):
             rule = "blank"
         elif "nul" in rules and ("\0" in s or "\0" in t):
@@ -81,7 +77,7 @@ def clean(folder: Path, name: str, pairs: list[tuple[str, str]], rules: frozense
         kept = "".join(f"{text}\n" for text in itertools.compress(texts, keep))
         (folder / f"{name}.{side}.txt").write_bytes(kept.encode())
     np.save(folder / f"{name}.digests.npy", pair_digests(*by_side)[keep])
-    counts = {"read": len(pairs), "dropped": dict(dropped)}
+    counts = {"read": len(src), "dropped": dict(dropped)}
     write_json(folder / f"{name}.cleaned.json", counts)
     return counts
 
@@ -205,7 +201,7 @@ def in_parallel(work: Callable[..., Counts], jobs: Iterable[tuple[Any, ...]]) ->
         running: deque[Future[Counts]] = deque()
         for job in itertools.chain(first, waiting):
             running.append(pool.submit(work, *job))
-            if len(running) > 2 * processes():
+            if len(running) > processes() + 1:
                 yield running.popleft().result()
         while running:
             yield running.popleft().result()

@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import lzma
 import sqlite3
+import unicodedata
 import zlib
 from codecs import BOM_UTF8
 from collections import Counter
@@ -105,6 +106,11 @@ class CorpusConfig:
 
     def splits(self) -> tuple[str, ...]:
         return SPLITS[:2] if self.source == "files" and not self.test else SPLITS
+
+
+def is_blank(text: str) -> bool:
+    """True where nothing can be seen: spaces of any kind, controls and invisible format characters only."""
+    return all(c.isspace() or unicodedata.category(c) in ("Cf", "Cc", "Zs") for c in text)
 
 
 def one_line(text: str) -> str:

@@ -11,8 +11,7 @@ import torch
 from lit_transformer.checkpoint import load_checkpoint, load_weights, newest_checkpoint
 from lit_transformer.decode import BEAM_SIZE, LENGTH_PENALTY, search_all
 from lit_transformer.module import LitTransformer
-from lit_transformer.shards import is_blank
-from lit_transformer.sources import one_line
+from lit_transformer.sources import is_blank, one_line
 from lit_transformer.tokenizer import EOS_ID, Tokenizer
 
 

@@ -401,7 +401,7 @@ def test_text_without_the_tokenisers_marks_counts_none(tmp_path):
     ],
 )
 def test_length_rules_by_hand(tmp_path, src, tgt, max_length, max_ratio, rule):
-    shards.clean(tmp_path, "0", [("word", "wort"), ("a", "b")], frozenset(), np.zeros(0, np.uint64))
+    shards.clean(tmp_path, "0", ("word\na", "wort\nb"), frozenset(), np.zeros(0, np.uint64))
 
     class Given:
         vocab_size = 9
