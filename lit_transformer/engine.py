@@ -85,7 +85,7 @@ class Engine:
             _take_checkpoints(self.folder / trainer, folder)
         program, *its = self.study.launcher or [sys.executable]
         # torchrun stands beside this Python, which is on nobody's PATH when the environment is not activated.
-        beside = Path(sys.executable).with_name(program)
+        beside = Path(sys.executable).parent / program
         command = [
             str(beside) if beside.is_file() else program,
             *its,

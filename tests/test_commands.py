@@ -195,7 +195,7 @@ def test_prepare_prints_its_report_and_last_the_folder(tmp_path, capsys):
     assert folder.parent == corpus / "store"
     assert (folder / "meta.json").is_file()
     assert "402 pairs read" in shown[0]
-    assert any("dropped 2: empty side" in line for line in shown)
+    assert any("dropped 2: blank (" in line for line in shown)
     assert any("valid 12 pairs" in line for line in shown)
     assert any("300 subwords" in line for line in shown)
     assert not (tmp_path / "run").exists()
