@@ -18,23 +18,36 @@ from lit_transformer.store import write_json
 
 
 class Checkpoints(pl.Callback):
-    """Every so many updates, at the last one, and where a signal ends the training, a checkpoint.
+    """Every so many updates or minutes, at the last update, and where a signal ends the training, a checkpoint.
 
     Where a validation falls on the same update, the checkpoint comes after it: a resumed run then neither loses
     nor repeats the validation.
 
+    By the clock, one is saved after the update in which the run's training time, over all of its sessions and with
+    its validations, has reached the next multiple of `minutes`; with several ranks it is the first one's time, and all
+    save after the update that follows.  Which updates are saved then depends on the machine, and so do the averages of
+    them (section 6.1); the weights of each update do not.
+
     Args:
         folder: where they go.
-        every: updates from one to the next.
+        every: updates from one to the next; None where the clock decides.
         keep: the newest so many stay.
         signals: what ends the training.
         timeout: seconds that ranks wait for each other.
+        minutes: of training from one to the next, in place of `every`.
     """
 
     def __init__(
-        self, folder: Path, every: int, keep: int, signals: Signals | None = None, timeout: int = TIMEOUT_SECONDS
+        self,
+        folder: Path,
+        every: int | None,
+        keep: int,
+        signals: Signals | None = None,
+        timeout: int = TIMEOUT_SECONDS,
+        minutes: float | None = None,
     ) -> None:
-        self.folder, self.every, self.keep = folder, every, keep
+        assert (every is None) != (minutes is None)
+        self.folder, self.every, self.keep, self.minutes = folder, every, keep, minutes
         self.signals, self.timeout = signals or Signals(), timeout
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -43,7 +56,9 @@ class Checkpoints(pl.Callback):
             must_agree("checkpoint", str(trainer.ckpt_path))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, LitTransformer)
         self.agreement = Agreement(self.timeout)
+        self._intervals = self._reached(pl_module.training_seconds)
         if trainer.is_global_zero:
             remove_unfinished(self.folder)
 
@@ -61,16 +76,29 @@ class Checkpoints(pl.Callback):
             self._end_of_update(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if number := self.agreement.settle():
+        if number := self.agreement.settle()[0]:
             raise Stopped(number, trainer.global_step)
+
+    def _reached(self, seconds: float) -> int:
+        """Whole intervals of the clock's schedule in so many seconds of training."""
+        # No state to save: the training time that a checkpoint holds says which intervals are past.
+        return int(seconds / (60 * self.minutes)) if self.minutes else 0
+
+    def _due(self, trainer: pl.Trainer) -> bool:
+        """Whether the first rank's clock has reached another interval since the update before."""
+        assert isinstance(trainer.lightning_module, LitTransformer)
+        before, self._intervals = self._intervals, self._reached(trainer.lightning_module.trained_seconds)
+        return trainer.is_global_zero and self._intervals > before
 
     def _end_of_update(self, trainer: pl.Trainer) -> None:
         step = trainer.global_step
-        signal = self.agreement.stop(self.signals.number)
-        if step % self.every == 0 or step == trainer.max_steps or signal:
+        signal, due = self.agreement.after_update(self.signals.number, self._due(trainer))
+        on_schedule = due or step == trainer.max_steps or (self.every is not None and step % self.every == 0)
+        if on_schedule or signal:
             for logger in trainer.loggers:
                 logger.save()  # what a checkpoint says is past must stand on disk before it
-            trainer.save_checkpoint(checkpoint_path(self.folder, step), weights_only=False)  # with the training state
+            path = checkpoint_path(self.folder, step, stopped=not on_schedule)
+            trainer.save_checkpoint(path, weights_only=False)  # with the training state
             if trainer.is_global_zero:
                 prune_checkpoints(self.folder, self.every, self.keep)
         if signal:

@@ -14,11 +14,17 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lit_transformer.store import atomic_file
 
-_NAME = re.compile(r"step-(\d+)\.ckpt")
+_NAME = re.compile(r"step-(\d+)(?:\.stopped)?\.ckpt")
 
 
-def checkpoint_path(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:08d}.ckpt"
+def checkpoint_path(folder: Path, step: int, stopped: bool = False) -> Path:
+    """Where the checkpoint of an update stands; `stopped` where a signal left it, between two of the schedule."""
+    return folder / f"step-{step:08d}{'.stopped' if stopped else ''}.ckpt"
+
+
+def scheduled(path: Path) -> bool:
+    """Whether a run that nobody stopped would have this checkpoint too."""
+    return ".stopped" not in path.name
 
 
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -39,16 +45,24 @@ def newest_checkpoint(run: Path) -> Path:
     return checkpoints[-1][1]
 
 
-def prune_checkpoints(folder: Path, every: int, keep: int) -> None:
+def prune_checkpoints(folder: Path, every: int | None, keep: int) -> None:
     """Remove all but the newest, and the newest `keep` of those on schedule.
 
     One that a signal left between two others goes with the next: which ones are averaged does not depend on when a
     run was interrupted.
+
+    Args:
+        every: updates from one to the next of the schedule: what lies between goes, as the last one of a run that
+            was made longer; None where the clock decides, and all stay that no signal left.
     """
-    *older, (newest, _) = list_checkpoints(folder)
-    regular = [path for step, path in older if step % every == 0]
-    beside = keep - 1 if newest % every == 0 else keep
-    stay = regular[max(0, len(regular) - beside) :]
+
+    def regular(step: int, path: Path) -> bool:
+        return scheduled(path) and (every is None or step % every == 0)
+
+    *older, newest = list_checkpoints(folder)
+    on_schedule = [path for step, path in older if regular(step, path)]
+    beside = keep - 1 if regular(*newest) else keep
+    stay = on_schedule[max(0, len(on_schedule) - beside) :]
     for _, path in older:
         if path not in stay:
             path.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
@@ -50,7 +51,9 @@ class RunConfig:
     Args:
         dir: the run's folder; the same command with the same folder goes on where it was.
         study, variant: names under which results compare it.
-        checkpoint_every: updates between checkpoints.
+        checkpoint_every: updates between checkpoints; 1,000 where no checkpoint_minutes are given.
+        checkpoint_minutes: minutes of training between checkpoints instead (section 6.1: 10), over all sessions of a
+            run; which updates these are depends on the machine.
         keep_checkpoints: the newest so many stay.
         average: score the average of the newest so many (section 6.1: 5 for base, 20 for big; Table 3: none).
         wandb: track in Weights & Biases too; "online" needs a key and is "offline" without one.
@@ -63,15 +66,26 @@ class RunConfig:
     dir: str = "runs/default"
     study: str = ""
     variant: str = ""
-    checkpoint_every: int = 1000
+    checkpoint_every: int | None = None
+    checkpoint_minutes: float | None = None
     keep_checkpoints: int = 5
     average: int = 1
     wandb: Literal["none", "offline", "online"] = "none"
     wandb_project: str = "lit-transformer"
 
     def __post_init__(self) -> None:
+        if self.checkpoint_minutes is None:
+            if self.checkpoint_every is None:
+                object.__setattr__(self, "checkpoint_every", 1000)
+        elif self.checkpoint_every is not None:
+            raise ValueError(
+                f"run.checkpoint_every = {self.checkpoint_every}, run.checkpoint_minutes = {self.checkpoint_minutes}: "
+                "updates or the clock decide; set the other one to null"
+            )
+        elif not 0 < self.checkpoint_minutes < math.inf:
+            raise ValueError(f"run.checkpoint_minutes = {self.checkpoint_minutes}: must be a number above 0")
         for name in ("checkpoint_every", "keep_checkpoints", "average"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"run.{name} = {getattr(self, name)}: must be at least 1")
         if self.average > self.keep_checkpoints:
             raise ValueError(

@@ -25,6 +25,7 @@ from lit_transformer.checkpoint import (
     list_checkpoints,
     load_checkpoint,
     newest_checkpoint,
+    scheduled,
     usable_checkpoint,
 )
 from lit_transformer.cli import ExperimentCLI
@@ -106,11 +107,18 @@ def _fit(cli: ExperimentCLI, args: Sequence[str], signals: Signals, at_the_end: 
             f"{folder} has already trained {reached:,} updates, more than trainer.max_steps = {max_steps:,}: "
             "use another --run.dir for a shorter run"
         )
-    timeout = cli.trainer_config.timeout
+    run, timeout = cli.run, cli.trainer_config.timeout
     trainer = cli.trainer_config.build(
         logger=False,
         callbacks=[
-            Checkpoints(folder / "checkpoints", cli.run.checkpoint_every, cli.run.keep_checkpoints, signals, timeout),
+            Checkpoints(
+                folder / "checkpoints",
+                run.checkpoint_every,
+                run.keep_checkpoints,
+                signals,
+                timeout,
+                run.checkpoint_minutes,
+            ),
             Progress(folder),
         ],
     )
@@ -133,8 +141,8 @@ def _fit(cli: ExperimentCLI, args: Sequence[str], signals: Signals, at_the_end: 
         trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=newest, weights_only=True)
         signals.raise_pending()
     scored = newest_checkpoint(folder)
-    if cli.run.average > 1:
-        scored = _average(folder, cli.run.average, write=trainer.is_global_zero)
+    if run.average > 1:
+        scored = _average(folder, run.average, max_steps, write=trainer.is_global_zero)
         trainer.strategy.barrier()
     found = score(cli, trainer, "valid", scored)
     if trainer.is_global_zero:
@@ -202,8 +210,9 @@ def evaluate_command(split: str, args: Sequence[str]) -> int:
     cli.model.beam_size, cli.model.length_penalty = options.beam_size, options.length_penalty
     if split == "test" and "test" not in cli.datamodule.corpus.splits():
         raise ValueError(f"{options.run} has no test split: give --data.test '[SOURCE, TARGET]'")
+    run = Path(options.run)
     checkpoint = options.checkpoint or (
-        _average(Path(options.run), options.average) if options.average else newest_checkpoint(Path(options.run))
+        _average(run, options.average, cli.trainer_config.max_steps) if options.average else newest_checkpoint(run)
     )
     if options.checkpoint:
         mine, given = (load_checkpoint(path) for path in (newest_checkpoint(Path(options.run)), checkpoint))
@@ -229,14 +238,16 @@ def _saved_config(run: str) -> list[str]:
     return ["--config", str(path)]
 
 
-def _average(run: Path, last: int, out: Path | None = None, write: bool = True) -> Path:
-    checkpoints = list_checkpoints(run / "checkpoints")[-last:]
+def _average(run: Path, last: int, end: int, out: Path | None = None, write: bool = True) -> Path:
+    """The newest so many of the schedule; one that a signal left is among them only where the run ends, at `end`."""
     if last < 1:
         raise ValueError(f"{last} checkpoints to average: must be at least 1")
+    found = list_checkpoints(run / "checkpoints")
+    checkpoints = [(step, path) for step, path in found if scheduled(path) or step == end][-last:]
     if len(checkpoints) < last:
         raise ValueError(
             f"{run} holds {len(checkpoints)} of the {last} checkpoints to average: at most what "
-            "run.keep_checkpoints keeps"
+            "run.keep_checkpoints keeps, and none that a signal left"
         )
     out = out or run / "checkpoints" / f"average-{last}-step-{checkpoints[-1][0]:08d}.ckpt"
     if write:
@@ -252,7 +263,8 @@ def average_command(args: Sequence[str]) -> int:
     parser.add_argument("--last", type=int, default=5, help="how many (section 6.1: 5 for base, 20 for big)")
     parser.add_argument("--out", type=Path, help="default: in the run's checkpoints")
     options = parser.parse_args(args)
-    print(_average(options.run, options.last, options.out))
+    cli = ExperimentCLI(_saved_config(str(options.run)), "average", build=False)
+    print(_average(options.run, options.last, cli.trainer_config.max_steps, options.out))
     return 0
 
 

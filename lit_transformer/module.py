@@ -139,7 +139,7 @@ class LitTransformer(pl.LightningModule):
         # Updates left out because their gradient was not finite: all of them, and the latest in a row.
         # No buffer: those are sent to all ranks before each forward pass.
         self.left_out = torch.zeros(2, dtype=torch.int64)
-        self.training_seconds = 0.0  # over all sessions of this run, validations included
+        self.training_seconds = 0.0  # over all finished sessions of this run, validations included
         self._window_tokens, self._window_start = 0, time.monotonic()
 
     def forward(self, src: Tensor, tgt_in: Tensor) -> Tensor:
@@ -252,7 +252,12 @@ class LitTransformer(pl.LightningModule):
         self._restart_window()
 
     def on_train_end(self) -> None:
-        self.training_seconds += time.monotonic() - self._start
+        self.training_seconds = self.trained_seconds
+
+    @property
+    def trained_seconds(self) -> float:
+        """Over all sessions of this run with the one under way."""
+        return self.training_seconds + time.monotonic() - self._start
 
     def on_validation_end(self) -> None:
         self._restart_window()
@@ -268,7 +273,7 @@ class LitTransformer(pl.LightningModule):
         self.latest.update(values)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["training_seconds"] = self.training_seconds + time.monotonic() - self._start
+        checkpoint["training_seconds"] = self.trained_seconds
         checkpoint["updates_left_out"] = self.left_out.tolist()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

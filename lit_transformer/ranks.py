@@ -71,10 +71,10 @@ class RankLost(RuntimeError):
 
 
 class Agreement:
-    """All ranks learn after the same update that one of them has been told to stop.
+    """All ranks learn after the same update that one of them has been told to stop, or that a checkpoint is due.
 
-    Each rank's signal of update n is summed up while update n + 1 is computed, on the CPU whatever the device is, so
-    that nothing waits for it.  It also notices at once when a rank is gone.
+    Each rank's word on update n travels while update n + 1 is computed, on the CPU whatever the device is, so that
+    nothing waits for it.  It also notices at once when a rank is gone.
 
     Args:
         timeout: seconds to wait for another rank.
@@ -82,24 +82,33 @@ class Agreement:
 
     def __init__(self, timeout: int) -> None:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if _several() else None
-        self._flag, self._work = torch.zeros((), dtype=torch.int64), None  # type: Any, Any
+        self._words, self._work = torch.zeros(2, dtype=torch.int64), None  # type: Any, Any
 
-    def stop(self, number: int) -> int:
-        """Called once after every update with this rank's signal or 0; the signal to stop by now, or 0."""
+    def after_update(self, signal: int, due: bool) -> tuple[int, bool]:
+        """Called once after every update with what this rank knows.
+
+        Args:
+            signal: that this rank has been sent, or 0.
+            due: whether by its clock a checkpoint is due.
+
+        Returns:
+            The same for all ranks together: the signal to stop by now, or 0; whether to save one now.
+        """
         if self._group is None:
-            return number
+            return signal, due
         agreed = self.settle()
-        self._flag = torch.tensor(number)
-        self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, self._group, async_op=True)
+        self._words = torch.tensor([signal, int(due)])
+        self._work = dist.all_reduce(self._words, dist.ReduceOp.MAX, self._group, async_op=True)
         return agreed
 
-    def settle(self) -> int:
+    def settle(self) -> tuple[int, bool]:
         """What the update before has brought; nothing is under way after it."""
         if self._work is None:
-            return 0
+            return 0, False
         self._work.wait()
         self._work = None
-        return int(self._flag)
+        signal, due = self._words.tolist()
+        return signal, bool(due)
 
 
 def sign_in() -> None:

@@ -59,9 +59,9 @@ def make_module(**options):
     return LitTransformer(**{**small, "validate_every": 10**6, "bleu_every": 0, "dropout": 0.0, **options})
 
 
-def make_trainer(folder=None, every=10**6, keep=5, max_steps=6, callbacks=(), **options):
+def make_trainer(folder=None, every=10**6, keep=5, max_steps=6, callbacks=(), minutes=None, **options):
     """A Trainer as `fit` builds it; with a folder it writes checkpoints there."""
-    ours = [Checkpoints(folder, every, keep)] if folder else []
+    ours = [Checkpoints(folder, None if minutes else every, keep, minutes=minutes)] if folder else []
     defaults = {"accelerator": "cpu", "devices": 1, "logger": False, "log_every_n_steps": 1}
     fixed = {
         "enable_checkpointing": False,

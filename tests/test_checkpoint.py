@@ -145,19 +145,23 @@ def test_names_sort_by_number_and_strangers_are_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("every", "before", "stopped", "after"),
     [
-        ([10, 20, 30, 40, 50], [10, 20, 30, 40, 50]),
-        ([10, 20, 30, 40, 50, 53], [10, 20, 30, 40, 50, 53]),  # stopped by a signal: no regular one is lost
-        ([10, 20, 30, 40, 50, 53, 60], [20, 30, 40, 50, 60]),  # what a run without the stop has
-        ([10, 20, 30, 33, 35], [10, 20, 30, 35]),  # stopped twice
-        ([1], [1]),
+        (10, [10, 20, 30, 40, 50], [], [10, 20, 30, 40, 50]),
+        (10, [10, 20, 30, 40, 50, 53], [53], [10, 20, 30, 40, 50, 53]),  # stopped by a signal: no regular one is lost
+        (10, [10, 20, 30, 40, 50, 53, 60], [53], [20, 30, 40, 50, 60]),  # what a run without the stop has
+        (10, [10, 20, 30, 33, 35], [33, 35], [10, 20, 30, 35]),  # stopped twice
+        (10, [10, 20, 30, 35, 40], [], [10, 20, 30, 40]),  # 35 was the last of a shorter run
+        (10, [1], [1], [1]),
+        (None, [11, 19, 33, 38, 52, 60], [], [19, 33, 38, 52, 60]),  # by the clock, whatever their numbers are
+        (None, [11, 19, 33, 38, 52, 55], [55], [11, 19, 33, 38, 52, 55]),
+        (None, [11, 19, 33, 38, 52, 55, 60], [55], [19, 33, 38, 52, 60]),
     ],
 )
-def test_what_is_kept_does_not_depend_on_when_a_run_was_stopped(before, after, tmp_path):
+def test_what_is_kept_does_not_depend_on_when_a_run_was_stopped(every, before, stopped, after, tmp_path):
     for step in before:
-        checkpoint_path(tmp_path, step).touch()
-    prune_checkpoints(tmp_path, 10, 5)
+        checkpoint_path(tmp_path, step, stopped=step in stopped).touch()
+    prune_checkpoints(tmp_path, every, 5)
     assert [step for step, _ in list_checkpoints(tmp_path)] == after
 
 

@@ -244,6 +244,12 @@ WRONG = {
     "unending": (["--trainer.max_steps", "-1"], ["trainer.max_steps = -1"]),
     "no logging": (["--trainer.log_every_n_steps", "0"], ["trainer.log_every_n_steps = 0"]),
     "no checkpoints": (["--run.checkpoint_every", "0"], ["run.checkpoint_every = 0"]),
+    "checkpoints by updates and by the clock": (
+        ["--run.checkpoint_every", "5", "--run.checkpoint_minutes", "10"],
+        ["run.checkpoint_every = 5", "run.checkpoint_minutes = 10.0", "null"],
+    ),
+    "checkpoints all the time": (["--run.checkpoint_minutes", "0"], ["run.checkpoint_minutes = 0.0"]),
+    "checkpoints never": (["--run.checkpoint_minutes", ".inf"], ["run.checkpoint_minutes = inf"]),
     "none kept": (["--run.keep_checkpoints", "0"], ["run.keep_checkpoints = 0"]),
     "empty budget": (["--data.max_tokens", "0"], ["max_tokens = 0"]),
     "empty update": (["--data.tokens_per_update", "0"], ["tokens_per_update = 0"]),

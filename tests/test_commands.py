@@ -804,6 +804,25 @@ def test_an_average_counts_as_a_checkpoint_to_score_but_not_to_go_on_from(corpus
     assert read_json(copied / "result.json")["updates"] == UPDATES + 1
 
 
+def test_what_a_signal_left_is_not_averaged_unless_the_run_ends_there(corpus, tmp_path, capsys):
+    run = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patched:
+        crash_at(patched, 10, lambda: signal.raise_signal(signal.SIGTERM))
+        assert fit(corpus, run, run__average=3) == 128 + signal.SIGTERM
+    assert steps(run) == [4, 8, 10]
+    assert exit_status(["average", run, "--last", 2, "--out", tmp_path / "mean.ckpt"]) == 0
+    assert [entry["step"] for entry in load_checkpoint(tmp_path / "mean.ckpt")["averaged"]] == [4, 8]
+    capsys.readouterr()
+    assert exit_status(["average", run, "--last", 3]) == 1
+    assert "holds 2 of the 3 checkpoints" in one_error(capsys.readouterr().err)
+    assert fit(corpus, run, trainer__max_steps=10, run__average=3) == 0
+    found = read_json(run / "result.json")
+    assert [entry["step"] for entry in found["averaged"]] == [4, 8, 10]
+    assert found["updates"] == 10
+    assert fit(corpus, run, trainer__max_steps=10, run__average=3) == 0
+    assert "is finished" in capsys.readouterr().err
+
+
 def test_average_writes_where_it_is_told_and_prints_the_place(copied, tmp_path, capsys):
     assert exit_status(["average", copied, "--last", 2, "--out", tmp_path / "new" / "mean.ckpt"]) == 0
     assert capsys.readouterr().out.splitlines() == [str(tmp_path / "new" / "mean.ckpt")]
