@@ -10,6 +10,7 @@ from lit_transformer.signals import Stopped
 
 COMMANDS = {
     "prepare": "text to a tokenised store, with a report of what was dropped",
+    "plan": "what one run will take, before it trains: memory, FLOPs, hours",
     "fit": "train one run, or go on with it; ends with its result.json",
     "validate": "score a run's validation split",
     "test": "score a run's test split",
@@ -75,13 +76,14 @@ def _run(command: str, args: list[str]) -> int:
         from lit_transformer import sweep
 
         return sweep.sweep_command(args)
-    from lit_transformer import commands
+    from lit_transformer import commands, forecast
 
     commands.quiet()
     if command in ("validate", "test"):
         return commands.evaluate_command("valid" if command == "validate" else "test", args)
     return {
         "prepare": commands.prepare_command,
+        "plan": forecast.plan_command,
         "fit": commands.fit_command,
         "translate": commands.translate_command,
         "average": commands.average_command,

@@ -15,8 +15,8 @@ from pathlib import Path
 from lit_transformer.cli import ExperimentCLI
 from lit_transformer.corpus import prepare, store_folder
 from lit_transformer.preflight import check
-from lit_transformer.progress import say
-from lit_transformer.scoring import training_counts
+from lit_transformer.progress import in_hours, say
+from lit_transformer.scoring import training_counts, validation_flops
 from lit_transformer.speed import Speed, Text, measure
 from lit_transformer.study import Cell, Study, Variant, fit_arguments
 
@@ -47,10 +47,7 @@ class Row:
     @property
     def hours(self) -> float:
         """Of training and its validation losses, without beam search, checkpoints and start-up."""
-        if self.speed is None:
-            return 0.0
-        passes = (self.flops + self.validation_flops) / self.speed.processes / self.speed.flops_per_second
-        return (passes + self.updates * self.speed.update_seconds) / 3600
+        return self.speed.hours(self.flops + self.validation_flops, self.updates) if self.speed else 0.0
 
 
 def plan_study(study: Study, file: Path, folder: Path, threads: int) -> list[Row]:
@@ -102,7 +99,7 @@ def _row(cell: Cell, cli: ExperimentCLI, text: Text, done: bool, speed: Speed | 
     counts = training_counts(text.plan, config, updates)
     del counts["epochs"]
     valid = [text.data.sentences("valid", side).lengths + 1 for side in ("src", "tgt")]
-    validation = updates // cli.model.validate_every * float(config.forward_flops(*valid).sum())
+    validation = validation_flops(cli, *valid) if updates else 0.0
     parameters = cli.model.model.num_parameters
     return Row(cell, done, parameters, config.vocab_size, updates, **counts, validation_flops=validation, speed=speed)
 
@@ -125,11 +122,11 @@ def table(rows: Sequence[Row], workers: int, threads: int) -> str:
         done, by = sum(row.done for row in runs), row.cell.variant.trained_by
         state = f"{done} of {len(runs)} done" if 0 < done < len(runs) else "done" if done else f"{len(runs)} to do"
         figures = ["", "", f"by {by}"] if by else _sums([row])
-        measured = [f"{row.speed.memory / 2**20:,.0f} MiB", _hours(row.hours)] if row.speed else ["", ""]
+        measured = [f"{row.speed.memory / 2**20:,.0f} MiB", in_hours(row.hours)] if row.speed else ["", ""]
         lines.append([name, state, f"{row.vocab_size:,}", f"{row.parameters:,}", *figures, *measured])
     left = [row for row in rows if not row.done]
     lines.append(["all runs", str(len(rows)), "", "", *_sums(rows), "", ""])
-    lines.append(["to do", str(len(left)), "", "", *_sums(left), "", _hours(sum(row.hours for row in left))])
+    lines.append(["to do", str(len(left)), "", "", *_sums(left), "", in_hours(sum(row.hours for row in left))])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines]
     return "\n".join([*text[:-2], "", *text[-2:], "", *_words(left, workers, threads)])
@@ -140,10 +137,6 @@ def _sums(rows: Sequence[Row]) -> list[str]:
     return [f"{sum(row.flops for row in rows):.3e}", f"{src:,}", f"{tgt:,}"]
 
 
-def _hours(hours: float) -> str:
-    return f"{hours:,.3f}" if hours < 1 else f"{hours:,.1f}"
-
-
 def _words(left: Sequence[Row], workers: int, threads: int) -> list[str]:
     devices = sorted({row.speed.device for row in left if row.speed})
     if not devices:
@@ -151,7 +144,7 @@ def _words(left: Sequence[Row], workers: int, threads: int) -> list[str]:
     # Trials on a GPU share it: more of them at a time are not done sooner.
     at_once = workers if devices == ["CPU"] else 1
     hours = hours_until_done([row.hours for row in left], at_once)
-    words = f"About {_hours(hours)} hours on {', '.join(devices)}, {workers} runs at a time, {threads} threads each"
+    words = f"About {in_hours(hours)} hours on {', '.join(devices)}, {workers} runs at a time, {threads} threads each"
     return [
         words.replace(" 1 runs", " 1 run").replace(" 1 threads", " 1 thread") + ".",
         "Figures of a line are of one run; one that has begun counts whole.  FLOPs and tokens are what result.json",

@@ -19,6 +19,11 @@ def clock(seconds: float) -> str:
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
 
 
+def in_hours(hours: float) -> str:
+    """0.0661 -> 0.066, 12.34 -> 12.3"""
+    return f"{hours:,.3f}" if hours < 1 else f"{hours:,.1f}"
+
+
 def reporter(what: str, total: int, every_seconds: float = 5.0) -> Callable[[int], None]:
     """A function to tell how many of `total` are done; it says so, with the time left, every few seconds."""
     start = shown = time.monotonic()

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-PAPER_TABLE3 = "paper_table3.csv"
+PAPER_TABLE2, PAPER_TABLE3 = "paper_table2.csv", "paper_table3.csv"
+_RESULTS = Path(__file__).parents[1] / "results"
 # Runs that differ in one of these are never put into one table.
 MUST_AGREE = (
     "split", "data", "tokenizer", "beam_size", "length_penalty",
@@ -130,8 +131,17 @@ def check_comparable(results: Sequence[tuple[str, dict[str, Any]]]) -> None:
 
 def read_paper(folder: Path) -> dict[str, dict[str, str]]:
     """Table 3 by row name; empty where the file is not at hand."""
-    for place in (folder, Path(__file__).parents[1] / "results"):
+    for place in (folder, _RESULTS):
         if (place / PAPER_TABLE3).is_file():
-            with open(place / PAPER_TABLE3, newline="", encoding="utf-8") as file:
-                return {row["row"]: row for row in csv.DictReader(file)}
+            return _by_name(place / PAPER_TABLE3, "row")
     return {}
+
+
+def read_table2() -> dict[str, dict[str, str]]:
+    """Table 2 by model, in its order; empty where the file is not beside the package."""
+    return _by_name(_RESULTS / PAPER_TABLE2, "model") if (_RESULTS / PAPER_TABLE2).is_file() else {}
+
+
+def _by_name(path: Path, column: str) -> dict[str, dict[str, str]]:
+    with open(path, newline="", encoding="utf-8") as file:
+        return {row[column]: row for row in csv.DictReader(file)}

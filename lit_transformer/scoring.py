@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 
 from lit_transformer.batching import UpdatePlan
@@ -87,6 +88,12 @@ def training_counts(plan: UpdatePlan, config: TransformerConfig, updates: int) -
         "epochs": updates / plan.updates_per_epoch,
         "flops": float(3 * (uses * flops).sum()),  # backward costs twice a forward pass
     }
+
+
+def validation_flops(cli: ExperimentCLI, src_lengths: np.ndarray, tgt_lengths: np.ndarray) -> float:
+    """FLOPs of the validation losses during a whole training, on sentences of these lengths."""
+    times = cli.trainer_config.max_steps // cli.model.validate_every
+    return times * float(cli.model.config.forward_flops(src_lengths, tgt_lengths).sum())
 
 
 def write_result(cli: ExperimentCLI, trainer: pl.Trainer, found: Evaluation, scored: Path, args: Sequence[str]) -> None:

@@ -40,6 +40,10 @@ class Speed:
     update_seconds: float
     processes: int
 
+    def hours(self, flops: float, updates: int) -> float:
+        """Of so much computing, shared by all processes, and so many updates."""
+        return (flops / self.processes / self.flops_per_second + updates * self.update_seconds) / 3600
+
 
 class Text:
     """The prepared corpus of one or more rows, opened once, with its plan of updates."""
@@ -126,13 +130,14 @@ def _train_for_a_moment(cli: ExperimentCLI, text: Text) -> Speed:
 @contextlib.contextmanager
 def saved_bytes(module: nn.Module) -> Iterator[dict[int, int]]:
     """What autograd keeps for the backward pass of what runs inside: bytes of each storage, parameters aside."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    # Known by what they are, not by where they are: tensors without numbers are nowhere.
+    own = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -51,12 +51,14 @@ ALLOWED = {
     "study": {"cli", "results"},
     "preflight": {"study", "cli", "checkpoint", "store"},
     "speed": {"cli", "module", "data", "tokenizer"},
+    "memory": {"speed", "module", "transformer"},
+    "forecast": {"memory", "speed", "scoring", "cli", "corpus", "batching", "rows", "progress"},
     "plan": {"study", "preflight", "speed", "scoring", "cli", "corpus", "progress"},
     "storage": {"progress"},
     "trials": {"study", "storage", "store"},
     "engine": {"study", "trials", "commands", "curves", "checkpoint", "store", "progress"},
     "sweep": {"engine", "preflight", "plan", "trials", "commands", "results", "sources", "corpus", "store", "progress"},
-    "__main__": {"commands", "sweep", "results", "signals"},
+    "__main__": {"commands", "forecast", "sweep", "results", "signals"},
     "__init__": {"data", "module", "transformer"},
 }  # fmt: skip
 # The floor without frameworks: usable where lightning, optuna and wandb are not even imported.
