@@ -1,10 +1,10 @@
 """Preparing text of WMT14's size: time, memory, and encoding beside sentencepiece alone on the same cores.
 
 Synthetic text (wmt_like.py) is written where it is not there yet, prepared by the command that a user types, and
-opened again as `fit` does.  sentencepiece alone encodes some of the same sentences, one process on each core, before
-and after: the ratio is of one run.
+opened again as `fit` does, as one of 8 processes that take batches of 4,096 tokens.  sentencepiece alone encodes some
+of the same sentences, one process on each core: the ratio is of one run.
 
-    python benchmarks/prepare.py FOLDER --pairs 4500000 [--words EN DE] [--parquet] [--output FILE]
+    python benchmarks/prepare.py FOLDER --pairs 4500000 [--words EN DE] [--output FILE]
 """
 
 from __future__ import annotations
@@ -24,31 +24,26 @@ import wmt_like
 
 from lit_transformer.shards import processes
 
-ALONE_SENTENCES = 200_000  # that each process encodes, of each language half
+ALONE_SENTENCES = 400_000  # that each process encodes, half of each language
 OPEN = """
 import json, resource, sys, time
 start = time.monotonic()
-import numpy as np
 from lit_transformer.data import TranslationDataModule, TrainingBatches
-data = TranslationDataModule(num_workers=0, tokens_per_update=25000, max_tokens=4096, **json.loads(sys.argv[1]))
 imported = time.monotonic()
+data = TranslationDataModule(num_workers=0, **json.loads(sys.argv[1]))
 data.prepare_data()
 data.setup("fit")
-planned = time.monotonic()
 batches = TrainingBatches(data.store, data.plan, 4096, data.plan.accumulation(8, 4096), 0, 8)
+opened = time.monotonic()
 batches[0]
 first = time.monotonic()
-tokens, k = 0, 0
+memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+tokens = k = 0
 while time.monotonic() < first + 20:
     k += 1
     tokens += int((batches[k].tgt_out != 0).sum())
-end = time.monotonic()
-print(json.dumps({
-    "import seconds": imported - start, "opening and planning seconds": planned - imported,
-    "first batch seconds": first - planned, "GB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-    "loader target tokens per second and process": tokens / (end - first),
-    "updates in an epoch": data.plan.updates_per_epoch,
-}))
+print(json.dumps({"import": imported - start, "open": opened - imported, "first": first - opened, "GB": memory,
+                  "rate": tokens / (time.monotonic() - first)}))
 """
 
 
@@ -90,22 +85,21 @@ def prepare(arguments: list[str]) -> dict[str, float]:
             time.sleep(0.5)
 
     threading.Thread(target=watch).start()
-    marks = {}
+    ends = {"start": 0.0}
+    steps = {"training the tokeniser on": "read", "encoding": "learn", "kept": "encode"}
     assert process.stderr is not None
     for line in process.stderr:
         print(line, end="", file=sys.stderr)
-        now = time.monotonic() - start
-        if "training pairs read\n" in line:
-            marks["read and clean"] = now
-        elif "so far" in line:
-            marks["learn"] = now
-        elif "encoded" in line:
-            marks.setdefault("first encoded", now)
-        elif "kept\n" in line:
-            marks["encoded and written"] = now
+        for words, step in steps.items():
+            if words in line and step not in ends:
+                ends[step] = time.monotonic() - start
     if process.wait():
         raise SystemExit("prepare failed")
-    return {**marks, "all": time.monotonic() - start, "GB": peak[0] / 2**30}
+    if "encode" not in ends:
+        raise SystemExit(f"{arguments} was prepared before: remove its store")
+    names = list(ends)
+    seconds = {name: ends[name] - ends[before] for before, name in itertools.pairwise(names)}
+    return {**seconds, "all": time.monotonic() - start, "GB": peak[0] / 2**30}
 
 
 def encode(model: bytes, texts: list[str]) -> int:
@@ -148,10 +142,35 @@ def main() -> None:
         for word in (f"--data.{key}", json.dumps(value) if isinstance(value, list) else str(value))
     ]
     seconds = prepare(arguments)
-    model = next((options.folder / "data").glob("files-*/tokenizer.model")).read_bytes()
-    files = [Path(file) for file in corpus["train"]]
-    rate = alone(model, files)
-    # TODO
+    folder = next((options.folder / "data").glob("files-*/meta.json")).parent
+    report = json.loads((folder / "meta.json").read_bytes())["report"]
+    rate = alone((folder / "tokenizer.model").read_bytes(), [Path(file) for file in corpus["train"]])
+    pairs = report["train"]["read"] - report["train"]["dropped"].get("duplicate", 0)
+    encoding = 2 * pairs / seconds["encode"]
+    all_but_learning = 2 * pairs / (seconds["all"] - seconds["learn"])
+    again = json.loads(subprocess.run(
+        [sys.executable, "-c", OPEN, json.dumps(corpus)], capture_output=True, text=True, check=True
+    ).stdout)  # fmt: skip
+    rows = {
+        "pairs": f"{options.pairs:,}",
+        "cores": processes(),
+        "read, clean": f"{seconds['read']:.0f} s",
+        "learn the tokeniser": f"{seconds['learn']:.0f} s, from {report['tokenizer']['pairs']:,} pairs",
+        "encode, write": f"{seconds['encode']:.0f} s",
+        "all": f"{seconds['all']:.0f} s",
+        "memory, all processes": f"{seconds['GB']:.2f} GB at most",
+        "sentencepiece alone": f"{rate:,.0f} sentences/s",
+        "encoding, beside it": f"{encoding:,.0f} sentences/s, {encoding / rate:.2f} of it",
+        "all steps but learning, beside it": f"{all_but_learning:,.0f} sentences/s, {all_but_learning / rate:.2f} of it",
+        "second start: check and plan": f"{again['open']:.1f} s (imports {again['import']:.1f} s before)",
+        "second start: first batch": f"{again['first']:.1f} s more",
+        "second start: memory": f"{again['GB']:.2f} GB",
+        "loader": f"{again['rate']:,.0f} target tokens/s of one process",
+    }
+    print("\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows.items())]))
+    if options.output:
+        record = {"pairs": options.pairs, "cores": processes(), "seconds": seconds, "alone": rate, "encoding": encoding}
+        options.output.write_text(json.dumps({**record, "second start": again}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -263,6 +263,7 @@ class Preparation:
         options = self.rules, self.config.max_length, self.config.max_ratio
         jobs = ((self.work, name, keep[name], tokenizer.model, *options) for name in left)
         total, pairs = sum(map(len, keep.values())), sum(len(keep[name]) for name in self.names if name not in left)
+        self.say(f"corpus: encoding {total:,} pairs")
         report = _reporter(self.say, f"of {total:,} pairs encoded")
         for name, counts in zip(left, shards.in_parallel(shards.encode, jobs), strict=True):
             done[name] = counts
