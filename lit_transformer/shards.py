@@ -10,12 +10,14 @@ FOLDER/00012.encoded.json        counts; the same holds
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
 import json
 import multiprocessing
 import os
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -196,8 +198,7 @@ def in_parallel(work: Callable[..., Counts], jobs: Iterable[tuple[Any, ...]]) ->
     if len(first) < 2:
         yield from (work(*job) for job in first)
         return
-    pool = _pool(processes())
-    try:
+    with _pool(processes()) as pool:
         running: deque[Future[Counts]] = deque()
         for job in itertools.chain(first, waiting):
             running.append(pool.submit(work, *job))
@@ -205,10 +206,6 @@ def in_parallel(work: Callable[..., Counts], jobs: Iterable[tuple[Any, ...]]) ->
                 yield running.popleft().result()
         while running:
             yield running.popleft().result()
-    except BrokenProcessPool as error:
-        raise _killed() from error
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def in_process(waiting: Callable[[], None], work: Callable[..., Counts], *arguments: Any) -> Counts:
@@ -220,31 +217,38 @@ def in_process(waiting: Callable[[], None], work: Callable[..., Counts], *argume
     Raises:
         ChildProcessError: the process has been killed.
     """
-    pool = _pool(1)
-    future = pool.submit(work, *arguments)
-    try:
+    with _pool(1) as pool:
+        future = pool.submit(work, *arguments)
         while not wait([future], 10).done:
             waiting()
         return future.result()
-    except BrokenProcessPool as error:
-        raise _killed() from error
+
+
+@contextlib.contextmanager
+def _pool(size: int) -> Iterator[ProcessPoolExecutor]:
+    # Spawned, not forked: what training has started in this process does not live in a copy of it.
+    context = multiprocessing.get_context("spawn")
+    stop = context.Event()
+    pool = ProcessPoolExecutor(size, context, _begin, (os.getpid(), stop))
+    try:
+        yield pool
+    except BaseException as error:
+        stop.set()  # whoever interrupts does not wait for what is under way
+        if isinstance(error, BrokenProcessPool):
+            raise ChildProcessError(
+                "a process that prepares text has been killed, perhaps for want of memory; the same command goes on"
+            ) from error
+        raise
     finally:
-        for process in multiprocessing.active_children() if not future.done() else []:
-            process.kill()
         pool.shutdown(cancel_futures=True)
 
 
-def _pool(size: int) -> ProcessPoolExecutor:
-    # Spawned, not forked: what training has started in this process does not live in a copy of it.
-    return ProcessPoolExecutor(size, multiprocessing.get_context("spawn"), _begin, (os.getpid(),))
-
-
-def _killed() -> ChildProcessError:
-    return ChildProcessError(
-        "a process that prepares text has been killed, perhaps for want of memory; the same command goes on"
-    )
-
-
-def _begin(parent: int) -> None:
+def _begin(parent: int, stop: Any) -> None:
     ignore_signals()
     end_with(parent)
+
+    def watch() -> None:
+        stop.wait()
+        os._exit(1)  # what is half done has no counts yet, so it is done anew
+
+    threading.Thread(target=watch, daemon=True).start()

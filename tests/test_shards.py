@@ -133,8 +133,9 @@ def test_killed_at_random_moments_it_goes_on_and_leaves_no_process(tmp_path):
         if process.poll() is not None:
             assert kills >= 4
             break
-        process.kill()  # the first process alone: the others must notice
-        process.wait()
+        # The first process alone: the others must notice.
+        process.send_signal(signal.SIGINT if kills % 3 else signal.SIGKILL)
+        process.communicate(timeout=60)
         for _ in range(100):
             if not members(process.pid):
                 break
