@@ -22,12 +22,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lit_transformer.signals import end_with, ignore_signals
+from lit_transformer.signals import ignore_signals
 from lit_transformer.sources import is_blank
 from lit_transformer.store import SIDES, SplitWriter, write_atomic, write_json
 from lit_transformer.tokenizer import PIECE_MARKS, Tokenizer
@@ -228,12 +229,12 @@ def in_process(waiting: Callable[[], None], work: Callable[..., Counts], *argume
 def _pool(size: int) -> Iterator[ProcessPoolExecutor]:
     # Spawned, not forked: what training has started in this process does not live in a copy of it.
     context = multiprocessing.get_context("spawn")
-    stop = context.Event()
-    pool = ProcessPoolExecutor(size, context, _begin, (os.getpid(), stop))
+    end, held = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(size, context, _begin, (end,))
     try:
         yield pool
     except BaseException as error:
-        stop.set()  # whoever interrupts does not wait for what is under way
+        held.close()  # whoever interrupts does not wait for what is under way
         if isinstance(error, BrokenProcessPool):
             raise ChildProcessError(
                 "a process that prepares text has been killed, perhaps for want of memory; the same command goes on"
@@ -241,14 +242,16 @@ def _pool(size: int) -> Iterator[ProcessPoolExecutor]:
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+        held.close()
 
 
-def _begin(parent: int, stop: Any) -> None:
+def _begin(end: Connection) -> None:
+    """A process of a pool ends when the other end of this pipe is closed, which it also is when its holder dies."""
     ignore_signals()
-    end_with(parent)
 
     def watch() -> None:
-        stop.wait()
+        with contextlib.suppress(EOFError, OSError):
+            end.recv()
         os._exit(1)  # what is half done has no counts yet, so it is done anew
 
     threading.Thread(target=watch, daemon=True).start()

@@ -72,11 +72,7 @@ def end_with_parent() -> None:
     """A process that Lightning has started for another device ends when the one that started it is gone."""
     if "LOCAL_RANK" not in os.environ or "RANK" in os.environ or os.environ["LOCAL_RANK"] == "0":
         return  # started by a user, or by a launcher that looks after its processes
-    end_with(os.getppid())
-
-
-def end_with(parent: int) -> None:
-    """This process ends when its parent is gone."""
+    parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:

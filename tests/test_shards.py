@@ -152,7 +152,7 @@ def test_killed_at_random_moments_it_goes_on_and_leaves_no_process(tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_worker_is_one_error_and_the_work_goes_on(tmp_path):
-    config = config_of(tmp_path, pairs(6000))
+    config = config_of(tmp_path, pairs(30_000))
     root = tmp_path / "root"
     process = start(tmp_path, root)
     while not list(root.glob(".*.part/*.cleaned.json")):
