@@ -76,17 +76,17 @@ def _run(command: str, args: list[str]) -> int:
         from lit_transformer import sweep
 
         return sweep.sweep_command(args)
-    from lit_transformer import commands, forecast
+    from lit_transformer import commands, forecast, score_runs
 
     commands.quiet()
     if command in ("validate", "test"):
-        return commands.evaluate_command("valid" if command == "validate" else "test", args)
+        return score_runs.evaluate_command("valid" if command == "validate" else "test", args)
     return {
         "prepare": commands.prepare_command,
         "plan": forecast.plan_command,
         "fit": commands.fit_command,
         "translate": commands.translate_command,
-        "average": commands.average_command,
+        "average": score_runs.average_command,
     }[command](args)
 
 

@@ -200,6 +200,39 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return load_checkpoint(Path(path), map_location)
 
 
+def average_newest(
+    run: Path, last: int, end: int, out: Path | None = None, write: bool = True, say: Callable[[str], None] = print
+) -> Path:
+    """Average the newest so many checkpoints of a run's schedule.
+
+    Args:
+        end: the run's last update; only there a checkpoint that a signal left is one of the schedule.
+        out: where the average goes; among the run's checkpoints when not given.
+        write: False only says where, as all processes but the first ask.
+        say: told which ones they are.
+
+    Returns:
+        The average.
+
+    Raises:
+        ValueError: there are not so many.
+    """
+    if last < 1:
+        raise ValueError(f"{last} checkpoints to average: must be at least 1")
+    found = list_checkpoints(run / "checkpoints")
+    checkpoints = [(step, path) for step, path in found if scheduled(path) or step == end][-last:]
+    if len(checkpoints) < last:
+        raise ValueError(
+            f"{run} holds {len(checkpoints)} of the {last} checkpoints to average: at most what "
+            "run.keep_checkpoints keeps, and none that a signal left"
+        )
+    out = out or run / "checkpoints" / f"average-{last}-step-{checkpoints[-1][0]:08d}.ckpt"
+    if write:
+        average_checkpoints([path for _, path in checkpoints], out)
+        say(f"averaged {', '.join(path.name for _, path in checkpoints)} into {out}")
+    return out
+
+
 def average_checkpoints(paths: Sequence[str | Path], out: str | Path) -> Path:
     """The mean of the weights of several checkpoints of one run, as a checkpoint without training state.
 

@@ -42,6 +42,12 @@ _NOT_THE_EXPERIMENT = {
     "data.test",
 }
 _ALSO_THE_EXPERIMENT = {"trainer.precision", "trainer.gradient_clip_val", "run.average"}
+# Beside the model's shape, what the paper says of a training.
+_RECIPE = {
+    "model": ("label_smoothing", "warmup", "warmup_start", "lr_factor"),
+    "data": ("vocab_size", "tokens_per_update"),
+    "trainer": ("max_steps", "gradient_clip_val"),
+}
 
 
 @dataclass(frozen=True)
@@ -241,17 +247,23 @@ class ExperimentCLI(LightningCLI):
         """The resolved configuration as plain values, as it would stand in a file."""
         return yaml.safe_load(self.parser.dump(self.config, skip_unset=False, format="yaml"))
 
+    def recipe(self) -> dict[str, Any]:
+        """What makes up the model and its training, by the names of the fields."""
+        return asdict(self.model.config) | {
+            name: self.config[group][name] for group, names in _RECIPE.items() for name in names
+        }
+
+    def paper_recipe(self) -> dict[str, Any]:
+        """The paper's base in the same fields: the defaults."""
+        paper = self.parser.get_defaults()
+        return asdict(TransformerConfig()) | {
+            name: paper[group][name] for group, names in _RECIPE.items() for name in names
+        }
+
     def departures(self) -> list[str]:
         """What differs from the paper's base model and training, each with the paper's value in brackets."""
-        paper = self.parser.get_defaults()
-        pairs = {name: (value, getattr(TransformerConfig(), name)) for name, value in asdict(self.model.config).items()}
-        for group, names in (
-            ("model", ("label_smoothing", "warmup", "warmup_start", "lr_factor")),
-            ("data", ("vocab_size", "tokens_per_update")),
-            ("trainer", ("max_steps", "gradient_clip_val")),
-        ):
-            pairs |= {name: (self.config[group][name], paper[group][name]) for name in names}
-        return [f"{name} = {ours} ({theirs})" for name, (ours, theirs) in pairs.items() if ours != theirs]
+        ours, paper = self.recipe(), self.paper_recipe()
+        return [f"{name} = {ours[name]} ({paper[name]})" for name in paper if ours[name] != paper[name]]
 
     def refuse_another_experiment(self) -> None:
         """Raises ValueError where the folder holds a run with another value of a field that makes the experiment."""

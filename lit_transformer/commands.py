@@ -1,4 +1,4 @@
-"""What the commands do: prepare, fit, validate, test, translate, average."""
+"""What the commands do: prepare, fit, translate."""
 
 from __future__ import annotations
 
@@ -20,24 +20,17 @@ from lightning.fabric.utilities.rank_zero import _get_rank
 from lightning.pytorch.loggers import CSVLogger
 
 from lit_transformer.callbacks import Checkpoints, Progress
-from lit_transformer.checkpoint import (
-    average_checkpoints,
-    list_checkpoints,
-    load_checkpoint,
-    newest_checkpoint,
-    scheduled,
-    usable_checkpoint,
-)
+from lit_transformer.checkpoint import average_newest, newest_checkpoint, usable_checkpoint
 from lit_transformer.cli import ExperimentCLI
 from lit_transformer.corpus import describe, prepare
-from lit_transformer.decode import BEAM_SIZE, LENGTH_PENALTY
+from lit_transformer.decode import add_decoding
 from lit_transformer.module import TrainingError
 from lit_transformer.progress import say
 from lit_transformer.ranks import check_processes, leave_children_alone, naming_who_is_missing
-from lit_transformer.scoring import facts, print_scores, score, write_outputs, write_result
+from lit_transformer.scoring import load, score, write_result
 from lit_transformer.signals import Signals, Stopped, end_with_parent, requeue
 from lit_transformer.sources import read_lines
-from lit_transformer.store import Store, atomic_file, exclusive, write_json
+from lit_transformer.store import Store, atomic_file, exclusive
 from lit_transformer.tracking import tracked
 from lit_transformer.translate import Translator, best_device
 
@@ -142,9 +135,9 @@ def _fit(cli: ExperimentCLI, args: Sequence[str], signals: Signals, at_the_end: 
         signals.raise_pending()
     scored = newest_checkpoint(folder)
     if run.average > 1:
-        scored = _average(folder, run.average, max_steps, write=trainer.is_global_zero)
+        scored = average_newest(folder, run.average, max_steps, write=trainer.is_global_zero, say=say)
         trainer.strategy.barrier()
-    found = score(cli, trainer, "valid", scored)
+    found = score(cli, trainer, "valid", load(cli, scored), scored)
     if trainer.is_global_zero:
         write_result(cli, trainer, found, scored, args)
     if wandb_run:
@@ -192,82 +185,6 @@ def _stop_with_the_sweep() -> None:
         threading.Thread(target=watch, daemon=True).start()
 
 
-def evaluate_command(split: str, args: Sequence[str]) -> int:
-    """Score a run on its validation or test split."""
-    name = "validate" if split == "valid" else "test"
-    parser = argparse.ArgumentParser(f"lit-transformer {name}", allow_abbrev=False)
-    parser.add_argument("run", help="the run's folder; its own configuration is used, further keys override it")
-    parser.add_argument("--checkpoint", type=Path, help="default: the newest one")
-    parser.add_argument("--average", type=int, default=0, metavar="N", help="average the newest N checkpoints first")
-    parser.add_argument("--sentences", type=int, default=0, help="decode so many, evenly spread; default: all")
-    _add_decoding(parser)
-    options, rest = parser.parse_known_args(args)
-    if options.checkpoint and options.average:
-        parser.error("--checkpoint names one, --average takes the newest: give one of the two")
-    if options.sentences < 0:
-        raise ValueError(f"--sentences {options.sentences}: must be at least 0")
-    cli = ExperimentCLI([*_saved_config(options.run), *rest], name)
-    cli.model.beam_size, cli.model.length_penalty = options.beam_size, options.length_penalty
-    if split == "test" and "test" not in cli.datamodule.corpus.splits():
-        raise ValueError(f"{options.run} has no test split: give --data.test '[SOURCE, TARGET]'")
-    run = Path(options.run)
-    checkpoint = options.checkpoint or (
-        _average(run, options.average, cli.trainer_config.max_steps) if options.average else newest_checkpoint(run)
-    )
-    if options.checkpoint:
-        mine, given = (load_checkpoint(path) for path in (newest_checkpoint(Path(options.run)), checkpoint))
-        for field in ("data", "tokenizer"):
-            if given.get("TranslationDataModule", {}).get(field) != mine["TranslationDataModule"][field]:
-                raise ValueError(f"{checkpoint} is not of this run: its {field} is another one")
-    trainer = cli.trainer_config.build(logger=False)
-    check_processes(trainer)
-    found = score(cli, trainer, split, checkpoint, options.sentences)
-    if trainer.is_global_zero:
-        folder = Path(options.run)
-        write_outputs(folder, cli, found, name)
-        record = facts(cli, found, load_checkpoint(checkpoint))
-        write_json(folder / f"{name}.json", {**record, "checkpoint": checkpoint.name, "sentences": len(found.decoded)})
-        print_scores(found)
-    return 0
-
-
-def _saved_config(run: str) -> list[str]:
-    path = Path(run) / "config.yaml"
-    if not path.is_file():
-        raise ValueError(f"{run} is no run (no config.yaml in it): name the folder given to fit as --run.dir")
-    return ["--config", str(path)]
-
-
-def _average(run: Path, last: int, end: int, out: Path | None = None, write: bool = True) -> Path:
-    """The newest so many of the schedule; one that a signal left is among them only where the run ends, at `end`."""
-    if last < 1:
-        raise ValueError(f"{last} checkpoints to average: must be at least 1")
-    found = list_checkpoints(run / "checkpoints")
-    checkpoints = [(step, path) for step, path in found if scheduled(path) or step == end][-last:]
-    if len(checkpoints) < last:
-        raise ValueError(
-            f"{run} holds {len(checkpoints)} of the {last} checkpoints to average: at most what "
-            "run.keep_checkpoints keeps, and none that a signal left"
-        )
-    out = out or run / "checkpoints" / f"average-{last}-step-{checkpoints[-1][0]:08d}.ckpt"
-    if write:
-        average_checkpoints([path for _, path in checkpoints], out)
-        say(f"averaged {', '.join(path.name for _, path in checkpoints)} into {out}")
-    return out
-
-
-def average_command(args: Sequence[str]) -> int:
-    """Average a run's newest checkpoints."""
-    parser = argparse.ArgumentParser("lit-transformer average", allow_abbrev=False)
-    parser.add_argument("run", type=Path, help="the run's folder")
-    parser.add_argument("--last", type=int, default=5, help="how many (section 6.1: 5 for base, 20 for big)")
-    parser.add_argument("--out", type=Path, help="default: in the run's checkpoints")
-    options = parser.parse_args(args)
-    cli = ExperimentCLI(_saved_config(str(options.run)), "average", build=False)
-    print(_average(options.run, options.last, cli.trainer_config.max_steps, options.out))
-    return 0
-
-
 def translate_command(args: Sequence[str]) -> int:
     """One line out for each line in."""
     parser = argparse.ArgumentParser("lit-transformer translate", allow_abbrev=False)
@@ -276,7 +193,7 @@ def translate_command(args: Sequence[str]) -> int:
     parser.add_argument("--output", type=Path, help="default: standard output")
     parser.add_argument("--n_best", type=int, default=1, help="so many lines for each line")
     parser.add_argument("--device", default=best_device())
-    _add_decoding(parser)
+    add_decoding(parser)
     options = parser.parse_args(args)
     translator = Translator(options.model, options.device, warn=say)
     lines = translator.translate_lines(
@@ -290,11 +207,6 @@ def translate_command(args: Sequence[str]) -> int:
             sys.stdout.buffer.write(f"{line}\n".encode())
             sys.stdout.buffer.flush()
     return 0
-
-
-def _add_decoding(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--beam_size", type=int, default=BEAM_SIZE)
-    parser.add_argument("--length_penalty", type=float, default=LENGTH_PENALTY, help="alpha (section 6.1)")
 
 
 def quiet() -> None:

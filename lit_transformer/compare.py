@@ -18,7 +18,6 @@ from lit_transformer.sentences import Sentences, extremes, mean_scores, read_sen
 from lit_transformer.significance import RESAMPLES, Comparison, Difference, compare
 from lit_transformer.store import write_atomic
 
-_FILES = {"valid": "result.json", "test": "test.json"}
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _HEAD = (
     "seed", "sentence", "source", "reference", "output_a", "output_b", "chrf_a", "chrf_b", "chrf_difference",
@@ -38,21 +37,28 @@ class Side:
 def read_side(name: str, runs: Path, split: str) -> Side:
     """A run (a folder with its result) or a row (STUDY/VARIANT with its seeds).
 
+    Args:
+        split: "valid", what result.json is of; or what `test` has written, "test", "test.average-5" and so on.
+
     Raises:
         ValueError: neither, or scored without keeping its sentences.
     """
-    file, run, row = _FILES[split], Path(name), runs / name
+    file, run, row = "result.json" if split == "valid" else f"{split}.json", Path(name), runs / name
     if (run / file).is_file():
         folders = {0: run}
     else:
         seeds = [path for path in row.glob("seed*") if path.name[4:].isdigit() and (path / file).is_file()]
         folders = {int(path.name[4:]): path for path in sorted(seeds, key=lambda path: int(path.name[4:]))}
     if not folders:
-        mend = "run `lit-transformer test` on it first" if split == "test" else "name a finished run, or STUDY/VARIANT"
+        mend = "name a finished run, or STUDY/VARIANT"
+        if split != "valid":
+            folders_of = [run, *row.glob("seed*")]
+            there = sorted({path.stem for folder in folders_of for path in folder.glob("test*.json")})
+            mend = f"--split is one of {', '.join(there)}" if there else "run `lit-transformer test` on it first"
         raise ValueError(f"{name}: neither {run / file} nor {row}/seedN/{file} is there: {mend}")
     side = Side(name, {seed: read_result(folder / file, ()) for seed, folder in folders.items()}, {})
     for seed, folder in folders.items():
-        found = read_sentences(folder, side.results[seed])
+        found = read_sentences(folder, side.results[seed], split)
         if found is None:
             again = "run `lit-transformer test` again"
             if split == "valid":
@@ -162,10 +168,14 @@ def compare_command(args: Sequence[str]) -> int:
     parser.add_argument("a", metavar="A", help="what is compared with")
     parser.add_argument("b", metavar="B", help="what is compared")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs, for rows")
-    parser.add_argument("--split", choices=("valid", "test"), default="valid", help="test needs `lit-transformer test`")
+    parser.add_argument(
+        "--split", default="valid", metavar="NAME", help="valid (default), or as `test` named it: test, test.average-5"
+    )
     parser.add_argument("--sentences", type=int, default=5, metavar="N", help="show so many of each kind (default 5)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="all sentences, as FILE.tsv or FILE.csv")
     options = parser.parse_args(args)
+    if options.split != "valid" and options.split.partition(".")[0] != "test":
+        raise ValueError(f"--split {options.split}: must be valid, test, or test and more, as its file is called")
     if options.sentences < 0:
         raise ValueError(f"--sentences {options.sentences}: must be at least 0")
     if options.output and options.output.suffix not in _SEPARATORS:

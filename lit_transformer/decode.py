@@ -7,6 +7,7 @@ hypotheses alike.
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,12 @@ class Steppable(Protocol):
     def start(self, src: Tensor) -> Any: ...
 
     def step(self, tokens: Tensor, state: Any) -> Tensor: ...
+
+
+def add_decoding(parser: argparse.ArgumentParser) -> None:
+    """The options of a beam search, with the paper's values."""
+    parser.add_argument("--beam_size", type=int, default=BEAM_SIZE)
+    parser.add_argument("--length_penalty", type=float, default=LENGTH_PENALTY, help="alpha (section 6.1)")
 
 
 def length_normaliser(length: int, alpha: float) -> float:

@@ -24,13 +24,29 @@ from lit_transformer.store import write_atomic, write_json
 from lit_transformer.transformer import TransformerConfig
 
 
-def score(cli: ExperimentCLI, trainer: pl.Trainer, split: str, checkpoint: Path, sentences: int = 0) -> Evaluation:
-    """Perplexity over a whole split and BLEU on so many sentences (0: all), with the weights of a checkpoint."""
+def load(cli: ExperimentCLI, checkpoint: Path) -> dict[str, Any]:
+    """Take weights and tokeniser from a checkpoint, and return it.
+
+    Raises:
+        ValueError: it is of another model, or no checkpoint of ours.
+    """
     saved = load_checkpoint(checkpoint)
     load_weights(cli.model, saved, checkpoint)
     if "TranslationDataModule" not in saved:
         raise ValueError(f"{checkpoint} does not carry its tokeniser: use one written by `fit` or `average`")
     cli.datamodule.use_tokenizer(saved["TranslationDataModule"]["tokenizer_model"])
+    return saved
+
+
+def score(
+    cli: ExperimentCLI,
+    trainer: pl.Trainer,
+    split: str,
+    saved: dict[str, Any],
+    checkpoint: Path,
+    sentences: int | None = None,
+) -> Evaluation:
+    """Perplexity over a whole split and BLEU on so many sentences (all when not given), with what `load` has taken."""
     cli.model.bleu_sentences = sentences or sys.maxsize
     say(f"scoring {split} with {checkpoint}")
     run = trainer.validate if split == "valid" else trainer.test

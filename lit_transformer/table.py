@@ -226,24 +226,25 @@ def costs(table: Table) -> tuple[list[str], list[list[str]]]:
 
 def to_markdown(table: Table) -> str:
     """The table for people, what it cost, and with what it was made below it."""
-    parts = [f"# {table.study['name']}", _block(*cells(table), right=range(2, 8))]
-    parts += ["\n".join(f"- {_plain(line)}" for line in table.legend)]
+    parts = [f"# {table.study['name']}", block(*cells(table), right=range(2, 8))]
+    parts += ["\n".join(f"- {plain(line)}" for line in table.legend)]
     if any(row["seeds"] for row in table.rows):
-        parts += ["## What it took", _block(*costs(table), right=range(1, 10))]
+        parts += ["## What it took", block(*costs(table), right=range(1, 10))]
     return "\n\n".join(parts) + "\n"
 
 
-def _block(head: Sequence[str], lines: Sequence[Sequence[str]], right: range) -> str:
+def block(head: Sequence[str], lines: Sequence[Sequence[str]], right: range) -> str:
+    """A Markdown table; `right` are the columns of numbers, besides those whose head says so."""
     rule = ["---:" if i in right or head[i].startswith(("paper ", "PPL", "BLEU")) else "---" for i in range(len(head))]
     shown = [head, rule, *([_escaped(cell) for cell in line] for line in lines)]
     return "\n".join("| " + " | ".join(line) + " |" for line in shown)
 
 
 def _escaped(cell: str) -> str:
-    return _plain(cell).replace("|", "\\|")
+    return plain(cell).replace("|", "\\|")
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Without what Markdown would take for marks or for HTML."""
     return re.sub(r"([\\_*`]|<(?=[A-Za-z/!?]))", r"\\\1", " ".join(text.split()))
 

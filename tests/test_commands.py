@@ -321,7 +321,7 @@ def test_an_average_at_the_end_is_what_average_and_validate_find(corpus, copied,
     assert [entry["step"] for entry in result["averaged"]] == [16, 20, 24]
     assert result["updates"] == UPDATES
     assert main(["validate", str(copied), "--average", "3"]) == 0
-    assert read_json(copied / "validate.json")["nll"] == pytest.approx(result["nll"], rel=1e-6)
+    assert read_json(copied / "validate.average-3.json")["nll"] == pytest.approx(result["nll"], rel=1e-6)
     assert main(["fit", *arguments(corpus, run)]) == 1
     assert "run.average = 3, this command has 1" in capsys.readouterr().err
 
@@ -714,7 +714,7 @@ def test_validate_gives_the_bleu_that_training_logged(back, corpus, copied, fini
     nll = dict(metrics(finished, "val_nll"))[step]
     checkpoint = dict(list_checkpoints(copied / "checkpoints"))[step]
     assert exit_status(["validate", copied, "--checkpoint", checkpoint, "--sentences", 5]) == 0
-    found = read_json(copied / "validate.json")
+    found = read_json(copied / f"validate.{checkpoint.stem}.sentences-5.json")
     assert logged > 0
     assert round(found["bleu"]["score"], 2) == round(logged, 2)
     assert found["bleu"]["sentences"] == found["sentences"] == 5
@@ -761,7 +761,7 @@ def test_decoding_options_reach_the_search_and_the_record(copied, monkeypatch):
     monkeypatch.setattr(evaluation, "search_all", search)
     assert exit_status(["validate", copied, "--beam_size", 2, "--length_penalty", 0.1]) == 0
     assert [(options["beam_size"], options["length_penalty"]) for options in seen] == [(2, 0.1)]
-    found = read_json(copied / "validate.json")
+    found = read_json(copied / "validate.beam-2.alpha-0.1.json")
     assert (found["beam_size"], found["length_penalty"]) == (2, 0.1)
 
 
@@ -773,11 +773,11 @@ def test_validating_some_sentences_leaves_the_results_own_hypotheses(copied, fin
 
 def test_test_with_average_names_its_inputs_and_scores_the_mean(corpus, copied):
     assert exit_status(["test", copied, "--average", 2]) == 0
-    found = read_json(copied / "test.json")
+    found = read_json(copied / "test.average-2.json")
     assert found["split"] == "test"
     assert [entry["name"] for entry in found["averaged"]] == ["step-00000020.ckpt", "step-00000024.ckpt"]
     assert [entry["step"] for entry in found["averaged"]] == [20, 24]
-    hypotheses, references = lines(copied / "hypotheses.test.txt"), lines(corpus / "test.tgt")
+    hypotheses, references = lines(copied / "hypotheses.test.average-2.txt"), lines(corpus / "test.tgt")
     assert len(hypotheses) == 7
     for name, metric in (("bleu", BLEU()), ("chrf", CHRF())):
         assert found[name]["score"] == pytest.approx(metric.corpus_score(hypotheses, [references]).score, abs=1e-9)
@@ -797,7 +797,7 @@ def test_an_average_counts_as_a_checkpoint_to_score_but_not_to_go_on_from(corpus
     assert exit_status(["average", copied, "--last", 3]) == 0
     average = copied / "checkpoints" / "average-3-step-00000024.ckpt"
     assert exit_status(["validate", copied, "--checkpoint", average]) == 0
-    assert len(read_json(copied / "validate.json")["averaged"]) == 3
+    assert len(read_json(copied / "validate.average-3-step-00000024.json")["averaged"]) == 3
     assert exit_status(["validate", copied]) == 0
     assert read_json(copied / "validate.json")["averaged"] == []
     assert fit(corpus, copied, trainer__max_steps=UPDATES + 1) == 0
@@ -1009,22 +1009,25 @@ def test_a_run_with_damaged_checkpoints_alone_does_not_start_anew(corpus, copied
         (["--beam_size", 0], "beam_size"),
         (["--length_penalty", -1], "length_penalty"),
         (["--sentences", -3], "sentences"),
+        (["--sentences", 0], "sentences 0: must be at least 1"),
+        (["--average", 0], "0 checkpoints to average: must be at least 1"),
+        (["--name", "a/b"], "--name 'a/b'"),
         (["--sentence", 3], "--sentence"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_wrong_options_of_validate_end_in_one_line(option, word, copied, capsys):
-    (copied / "validate.json").unlink(missing_ok=True)
+    before = content(copied)
     assert exit_status(["validate", copied, *option]) == 1
     assert word in one_error(capsys.readouterr().err)
-    assert not (copied / "validate.json").exists()
+    assert content(copied) == before
 
 
 def test_a_run_that_was_moved_is_scored_where_it_stands(copied, tmp_path):
     shutil.copytree(copied, tmp_path / "elsewhere")
     shutil.rmtree(copied)
     assert exit_status(["validate", tmp_path / "elsewhere", "--sentences", 2]) == 0
-    assert (tmp_path / "elsewhere" / "validate.json").is_file()
+    assert (tmp_path / "elsewhere" / "validate.sentences-2.json").is_file()
     assert not copied.exists()
 
 

@@ -44,6 +44,10 @@ ALLOWED = {
     "significance": {"sentences"},
     "legend": {"rows", "sentences", "significance"},
     "table": {"legend", "rows", "sentences", "significance"},
+    "table2": {"rows", "table"},
+    "score_runs": {
+        "table2", "table", "scoring", "cli", "evaluation", "checkpoint", "decode", "store", "progress", "ranks",
+    },
     "plots": {"curves", "rows", "table"},
     "report": {"legend", "rows", "sentences", "table"},
     "compare": {"rows", "sentences", "significance", "store"},
@@ -58,7 +62,7 @@ ALLOWED = {
     "trials": {"study", "storage", "store"},
     "engine": {"study", "trials", "commands", "curves", "checkpoint", "store", "progress"},
     "sweep": {"engine", "preflight", "plan", "trials", "commands", "results", "sources", "corpus", "store", "progress"},
-    "__main__": {"commands", "forecast", "sweep", "results", "signals"},
+    "__main__": {"commands", "score_runs", "forecast", "sweep", "results", "signals"},
     "__init__": {"data", "module", "transformer"},
 }  # fmt: skip
 # The floor without frameworks: usable where lightning, optuna and wandb are not even imported.
@@ -80,6 +84,7 @@ PLAIN = (
     "significance",
     "legend",
     "table",
+    "table2",
     "plots",
     "report",
     "compare",
