@@ -30,7 +30,7 @@ def test_a_documented_command_parses(line, monkeypatch):
     monkeypatch.chdir(ROOT)
     _, command, *args = shlex.split(line.split(" < ")[0].split(" ...")[0])
     assert command in COMMANDS
-    if command == "fit" and "--print_config" not in args:
+    if command in ("fit", "plan") and "--print_config" not in args:
         resolve(args)
     if command == "sweep":
         study = read_study_file(Path(args[1]))
