@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lit_transformer.cli import ExperimentCLI
-from lit_transformer.corpus import prepare, store_folder
+from lit_transformer.corpus import prepare
 from lit_transformer.preflight import check
 from lit_transformer.progress import in_hours, say
 from lit_transformer.scoring import training_counts, validation_flops
@@ -76,11 +76,11 @@ def plan_study(study: Study, file: Path, folder: Path, threads: int) -> list[Row
     for place, cell in cells.items():
         arguments = fit_arguments(study, file, cell, folder)
         cli = ExperimentCLI(arguments, build=False)
-        store = store_folder(cli.datamodule.corpus, cli.datamodule.root)
-        if store not in prepared:
+        data = json.dumps(cli.plain["data"], sort_keys=True)
+        if data not in prepared:
             prepare(cli.datamodule.corpus, cli.datamodule.root, say)
-            prepared.add(store)
-        key = json.dumps([cli.plain["data"], cli.seed], sort_keys=True)
+            prepared.add(data)
+        key = f"{cli.seed} {data}"
         text = texts.setdefault(key, texts.get(key) or Text(cli.datamodule))
         name, done = cell.variant.name, (folder / place / "result.json").is_file()
         trains = not cell.variant.trained_by

@@ -81,11 +81,10 @@ def test_a_recipe_is_the_papers_on_any_machine(names, machine):
 
 
 @pytest.mark.parametrize("names", RECIPES, ids="+".join)
-def test_validation_and_test_are_the_papers_sets_in_the_runs_direction(names):
+def test_the_text_is_all_of_wmt14_with_its_own_validation_and_test_sets(names):
     config = resolve(arguments(names))["data"]
-    for split, year in (("valid", 2013), ("test", 2014)):
-        for path, language in zip(config[split], (config["src_lang"], config["tgt_lang"]), strict=True):
-            assert Path(path).name == f"newstest{year}.{language}"
+    assert (config["source"], config["dataset"]) == ("wmt14", "wmt/wmt14")
+    assert [config[split] for split in ("train", "valid", "test")] == [[], [], []]
 
 
 @pytest.mark.parametrize("names", RECIPES, ids="+".join)
