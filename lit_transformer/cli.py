@@ -40,6 +40,7 @@ _NOT_THE_EXPERIMENT = {
     "data.train",  # files are known by their content: a checkpoint refuses other text
     "data.valid",
     "data.test",
+    "data.dataset",
 }
 _ALSO_THE_EXPERIMENT = {"trainer.precision", "trainer.gradient_clip_val", "run.average"}
 # Beside the model's shape, what the paper says of a training.

@@ -16,7 +16,7 @@ from lit_transformer.study import Cell, Study, Variant, fit_arguments, full_key
 
 SEARCH_BASE = "base"  # in study.json: what all trials of a search begin with
 _FREE_DATA = ("data.tokens_per_update",)  # may differ within a study: the text stays the same
-_FILES = ("train", "valid", "test")
+_FILES = ("train", "valid", "test", "dataset")
 
 
 def check(study: Study, file: Path, folder: Path) -> dict[str, dict[str, Any]]:
@@ -116,7 +116,7 @@ def refuse_changes(file: Path, folder: Path, resolved: dict[str, Any], names: se
     for name in sorted(before.keys() & names):
         old, new = (
             experiment(config)
-            | {f"data.{split}": config["data"][split] for split in _FILES}
+            | {f"data.{name}": config["data"].get(name) for name in _FILES}
             | {"trainer.max_steps": config["trainer"]["max_steps"]}
             for config in (before[name], resolved[name])
         )
