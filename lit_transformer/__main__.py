@@ -76,17 +76,23 @@ def _run(command: str, args: list[str]) -> int:
         from lit_transformer import sweep
 
         return sweep.sweep_command(args)
-    from lit_transformer import commands, forecast, score_runs
+    from lit_transformer import commands
 
     commands.quiet()
-    if command in ("validate", "test"):
+    if command in ("validate", "test", "average"):
+        from lit_transformer import score_runs
+
+        if command == "average":
+            return score_runs.average_command(args)
         return score_runs.evaluate_command("valid" if command == "validate" else "test", args)
+    if command == "plan":
+        from lit_transformer import forecast
+
+        return forecast.plan_command(args)
     return {
         "prepare": commands.prepare_command,
-        "plan": forecast.plan_command,
         "fit": commands.fit_command,
         "translate": commands.translate_command,
-        "average": score_runs.average_command,
     }[command](args)
 
 

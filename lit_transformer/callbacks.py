@@ -92,7 +92,11 @@ class Checkpoints(pl.Callback):
 
     def _end_of_update(self, trainer: pl.Trainer) -> None:
         step = trainer.global_step
-        signal, due = self.agreement.after_update(self.signals.number, self._due(trainer))
+        mine = self._due(trainer)
+        signal, due = self.agreement.after_update(self.signals.number, mine)
+        # Where a signal ends the training, the first rank's word on this update does not travel any more; it is the
+        # first rank that writes.
+        due = due or (mine and signal != 0)
         on_schedule = due or step == trainer.max_steps or (self.every is not None and step % self.every == 0)
         if on_schedule or signal:
             for logger in trainer.loggers:

@@ -158,6 +158,11 @@ def test_two_ranks_save_after_the_same_updates_by_the_first_ones_clock_and_go_on
     assert [json.loads(out.splitlines()[-1]) for out in printed] == [[6, 8]] * 2
     found = list_checkpoints(tmp_path / "stopped" / "checkpoints")
     assert [(step, scheduled(path)) for step, path in found] == [(6, True), (8, False)]
+    # Told in update 4, they stop after update 5, in which one becomes due that no word can tell of any more.
+    commands["at once"] = fit_command(corpus, tmp_path / "at once", **clocked)[3:]
+    run_ranks(RANKS, 2, 4, *commands["at once"])
+    found = list_checkpoints(tmp_path / "at once" / "checkpoints")
+    assert [(step, scheduled(path)) for step, path in found] == [(5, True)]
     printed = run_ranks(RANKS, 2, 0, *commands["stopped"])
     assert [json.loads(out.splitlines()[-1]) for out in printed] == [straight[1:]] * 2
     assert steps(tmp_path / "stopped" / "checkpoints") == steps(tmp_path / "straight" / "checkpoints") == straight[-4:]
