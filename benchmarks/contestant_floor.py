@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,41 +41,44 @@ def attention(products: int, queries: int, keys: int, width: int) -> None:
         torch.bmm(weights.transpose(1, 2), q, out=buffer(products, keys, width, use="out"))
 
 
-def floor(given: dict[str, Any]) -> None:
-    size = given["size"]
+def parts(size: dict[str, int], src: Tensor, tgt: Tensor) -> list[tuple[int, Callable[[], None]]]:
+    """(how often, what): one layer of each stack stands for all."""
     d, heads, inner, n = size["d_model"], size["num_heads"], size["d_ff"], size["num_layers"]
-    cycle = itertools.cycle(tensors(given["batches"]))
+    (b, s), t, k = src.shape, tgt.size(1), d // heads
+    sources, targets = (int((ids != PAD).sum()) for ids in (src, tgt))
 
-    def layer(rows: int, parts: list[tuple[int, int, int, int]], other: int) -> None:
-        for _ in range(2 if other else 1):
+    def layer(rows: int, memory: int, attentions: Sequence[tuple[int, int]]) -> None:
+        for _ in attentions:
             linear(rows, d, d)  # queries
             linear(rows, d, d)  # output
-        for keys in (rows, other):
-            if keys:
-                linear(keys, d, 2 * d)
+        for keys in filter(None, (rows, memory)):
+            linear(keys, d, 2 * d)
         linear(rows, d, inner)
         linear(rows, inner, d)
-        for part in parts:
-            attention(*part)
+        for queries, keys in attentions:
+            attention(b * heads, queries, keys, k)
+
+    return [
+        (n, functools.partial(layer, sources, 0, [(s, s)])),
+        (n, functools.partial(layer, targets, sources, [(t, t), (t, s)])),
+        (1, functools.partial(linear, targets, d, size["vocab_size"])),
+    ]
+
+
+def floor(given: dict[str, Any]) -> None:
+    cycle = itertools.cycle(tensors(given["batches"]))
 
     def work() -> dict[str, Any]:
         tokens, seconds = 0, {"wall": 0.0, "cpu": 0.0}
         for _ in range(given["updates"]):
             src, _, tgt = next(cycle)
-            (b, s), t = src.shape, tgt.size(1)
-            sources, targets = (int((ids != PAD).sum()) for ids in (src, tgt))
-            k = d // heads
-            for times, run in (  # one layer stands for all
-                (n, lambda: layer(sources, [(b * heads, s, s, k)], 0)),
-                (n, lambda: layer(targets, [(b * heads, t, t, k), (b * heads, t, s, k)], sources)),
-                (1, lambda: linear(targets, d, size["vocab_size"])),
-            ):
+            for times, run in parts(given["size"], src, tgt):
                 run()  # so that no time is spent on new memory
                 clock = Clock()
                 run()
                 for name, passed in clock.read().items():
                     seconds[name] += times * passed
-            tokens += targets
+            tokens += int((tgt != PAD).sum())
             buffer.cache_clear()
         return {"tokens": tokens, **seconds}
 

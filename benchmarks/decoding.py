@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tasks", nargs="*", choices=TASKS, default=list(TASKS))
     parser.add_argument("--only", nargs="*", default=list(CONTESTANTS), help="contestants, by the start of their names")
+    parser.add_argument("--before", help="folder of another version of this project, to measure beside this one")
     parser.add_argument("--quick", action="store_true", help="2 rounds, files of 64 sentences")
     given = parser.parse_args()
     WORK.mkdir(exist_ok=True)
@@ -69,6 +70,8 @@ def main() -> None:
                 python = environment(*packages) if packages else sys.executable
                 command = [python, str(HERE / script), what, json.dumps(task), str(given.threads)]
                 contestants.append(Contestant(contestant, command, given.threads))
+                if contestant == OURS and given.before:
+                    contestants.append(Contestant("before", command, given.threads, {"PYTHONPATH": given.before}))
         found = race(contestants, given.rounds)
         texts.append(f"### {name}\n\n" + summary(found, given.clock))
         for answers in found.values():
@@ -76,7 +79,8 @@ def main() -> None:
                 del answer["outputs"]
         values[name] = found
     text = (
-        f"{machine(given.threads)}; {given.clock} time. Beam 4, alpha 0.6, at most 50 tokens more than the source; a file is {number} "
+        f"{machine(given.threads)}; {given.clock} time. "
+        f"Beam 4, alpha 0.6, at most 50 tokens more than the source; a file is {number} "
         f"sentences in their order, each contestant sorts them by length itself; medians over {given.rounds} rounds, "
         "contestants in turn.\n\n" + "\n\n".join(texts)
     )

@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--updates", type=int, help="in each round; when not given, some seconds' worth")
     parser.add_argument("--only", nargs="*", default=list(CONTESTANTS), help="contestants, by the start of their names")
+    parser.add_argument("--before", help="folder of another version of this project, to measure beside this one")
     parser.add_argument("--quick", action="store_true", help="2 rounds of a third of that, 20,000 pairs")
     given = parser.parse_args()
     given.updates = given.updates or {"base": 2, "small": 8, "mini": 25}[given.size]
@@ -57,6 +58,8 @@ def main() -> None:
             python = environment(*packages) if packages else sys.executable
             command = [python, str(HERE / script), what, json.dumps(task), str(given.threads)]
             contestants.append(Contestant(name, command, given.threads))
+            if name == OURS and given.before:
+                contestants.append(Contestant("before", command, given.threads, {"PYTHONPATH": given.before}))
     found = race(contestants, given.rounds)
 
     speed = speed_by(given.clock)
@@ -67,7 +70,8 @@ def main() -> None:
         ratio = f"{median_ratio(found, OURS, name, speed):.2f}" if ours else ""
         rows.append((name, f"{statistics.median(map(speed, found[name])):,.0f}", share, ratio))
     text = (
-        f"{machine(given.threads)}; {given.clock} time. {about['sentences']:.0f} sentences, {about['tokens']:,.0f} target tokens an update, "
+        f"{machine(given.threads)}; {given.clock} time. "
+        f"{about['sentences']:.0f} sentences, {about['tokens']:,.0f} target tokens an update, "
         f"{about['padding']:.1%} padding; medians over {given.rounds} rounds of {given.updates} update(s), contestants "
         "in turn.\n\n"
     )

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from lit_transformer.data import Batch, TranslationDataModule
 from lit_transformer.decode import BEAM_SIZE, LENGTH_PENALTY
 from lit_transformer.evaluation import Evaluation, evaluate
+from lit_transformer.kernels import keep_memory
 from lit_transformer.metrics import TokenNLL, perplexity
 from lit_transformer.strategy import ShardedStrategy, shard
 from lit_transformer.tokenizer import PAD_ID
@@ -38,26 +39,6 @@ def learning_rate(step: int, d_model: int, warmup: int, factor: float = 1.0, sta
     """
     rise = step / warmup if start == "zero" else 1.0
     return factor * d_model**-0.5 * min(step**-0.5, rise * warmup**-0.5)
-
-
-def token_losses(logits: Tensor, targets: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
-    """Sums over the real tokens of a batch, in float32.
-
-    Args:
-        logits: [B, T, V].
-        targets: ids [B, T]; padding does not count.
-        label_smoothing: eps_ls of section 5.4, spread over all V entries.
-
-    Returns:
-        The smoothed loss, and the unsmoothed negative log-likelihood, both in nats.
-    """
-    real = targets != PAD_ID
-    log_probs = F.log_softmax(logits.float(), dim=-1)
-    nll = -log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1).masked_fill(~real, 0.0).sum()
-    if not label_smoothing:
-        return nll, nll
-    uniform = -log_probs.mean(-1).masked_fill(~real, 0.0).sum()
-    return (1 - label_smoothing) * nll + label_smoothing * uniform, nll
 
 
 def sentence_nll(logits: Tensor, targets: Tensor) -> Tensor:
@@ -192,8 +173,7 @@ class LitTransformer(pl.LightningModule):
         # same masks when the same micro-batches are spread over more ranks.
         place = (self.seed, self.trainer.global_step, slot * world + self.global_rank)
         torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0]))
-        logits = self.model(batch.src, batch.tgt_in)
-        loss, nll = token_losses(logits, batch.tgt_out, self.label_smoothing)
+        loss, nll = self.model(batch.src, batch.tgt_in, batch.tgt_out, self.label_smoothing)
         if slot == 0:
             self.loss_mean.reset()
             self.nll_mean.reset()
@@ -245,6 +225,10 @@ class LitTransformer(pl.LightningModule):
                     f"gradient norm {norm.item():.4g}), as in the {int(self.left_out[1])} latest updates, which were "
                     "left out; no weights hold it. Lower model.lr_factor, raise model.warmup, or train in float32"
                 )
+
+    def on_fit_start(self) -> None:
+        if self.device.type == "cpu":
+            keep_memory()
 
     def on_train_start(self) -> None:
         self._start = time.monotonic()

@@ -26,7 +26,7 @@ import yaml
 from lightning.pytorch.loggers import CSVLogger
 from sacrebleu.metrics import BLEU, CHRF
 
-from lit_transformer import callbacks, evaluation, module
+from lit_transformer import callbacks, evaluation, module, transformer
 from lit_transformer.__main__ import main
 from lit_transformer.checkpoint import list_checkpoints, load_checkpoint
 from lit_transformer.decode import search_all
@@ -634,13 +634,13 @@ def test_a_signal_while_scoring_ends_at_once(corpus, finished, copied, monkeypat
 
 def not_finite(monkeypatch, calls):
     """The loss of some micro-batches is not a number."""
-    original, done = module.token_losses, itertools.count(1)
+    original, done = transformer.vocabulary_losses, itertools.count(1)
 
-    def losses(logits, targets, label_smoothing):
-        loss, nll = original(logits, targets, label_smoothing)
+    def losses(*given):
+        loss, nll = original(*given)
         return (loss * math.nan if next(done) in calls else loss), nll
 
-    monkeypatch.setattr(module, "token_losses", losses)
+    monkeypatch.setattr(transformer, "vocabulary_losses", losses)
 
 
 def test_a_loss_that_stays_not_finite_stops_in_one_line_with_finite_weights(corpus, finished, tmp_path, capsys):

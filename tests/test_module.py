@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from lit_transformer.checkpoint import average_checkpoints, list_checkpoints, load_checkpoint
 from lit_transformer.data import collate
-from lit_transformer.module import LitTransformer, TrainingError, learning_rate, sentence_nll, token_losses
+from lit_transformer.kernels import token_losses
+from lit_transformer.module import LitTransformer, TrainingError, learning_rate, sentence_nll
 from lit_transformer.tokenizer import PAD_ID
 
 

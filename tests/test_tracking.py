@@ -18,7 +18,7 @@ import pytest
 from test_commands import UPDATES, Crash, arguments, content, crash_at, fit, metrics, one_error, read_json, write_corpus
 from wandb_server import wandb_server
 
-from lit_transformer import module
+from lit_transformer import module, transformer
 from lit_transformer.__main__ import main
 from lit_transformer.checkpoint import list_checkpoints
 from lit_transformer.signals import Stopped
@@ -213,8 +213,8 @@ def test_a_run_that_ends_early_is_marked_and_goes_on_as_the_same_run(
 
 
 def test_a_loss_that_is_not_finite_is_a_failed_run(corpus, tmp_path, monkeypatch, capsys):
-    original = module.token_losses
-    monkeypatch.setattr(module, "token_losses", lambda *a: tuple(x * float("nan") for x in original(*a)))
+    original = transformer.vocabulary_losses
+    monkeypatch.setattr(transformer, "vocabulary_losses", lambda *a: tuple(x * float("nan") for x in original(*a)))
     assert tracked(corpus, tmp_path) == 1
     assert "no longer finite" in one_error(capsys.readouterr().err)  # still the last line, for a sweep to quote
     assert ends(tmp_path) == [FAILED]

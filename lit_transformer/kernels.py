@@ -1,0 +1,174 @@
+"""Operations of the model that have a faster way on a CPU, each with plain torch beside it for everything else.
+
+The fast ways compute the same in float32, with other rounding.  They are not for other precisions, autocast,
+`torch.compile` and other devices, whose own kernels do these things well.
+
+Shapes: N rows (positions of a batch in a row), D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lit_transformer.tokenizer import PAD_ID
+
+PIECE = 1 << 22  # logits of one piece of the vocabulary loss on a CPU: 16 MiB, which its caches hold
+PIECE_ON_GPU = 1 << 27
+LEAST_ROWS = 64  # for products of such pieces to be fast
+
+
+def _plain_cpu(*tensors: Tensor) -> bool:
+    return (
+        not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled("cpu")
+        and all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in tensors)
+    )
+
+
+class _Linear(torch.autograd.Function):
+    """oneDNN's product where it is the faster one (about a tenth, forward and for the input's gradient)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
+        y = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "relu" if relu else "none", [], "")
+        ctx.save_for_backward(x, weight, y if relu else None)
+        ctx.biased = bias is not None
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight, y = ctx.saved_tensors
+        dy = gradients[0].flatten(0, -2)
+        if y is not None:
+            dy = torch.ops.aten.threshold_backward(dy, y.flatten(0, -2), 0)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = torch.ops.mkldnn._linear_pointwise(dy, weight.t(), None, "none", [], "").view_as(x)
+        dweight = dy.t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return dx, dweight, dy.sum(0) if ctx.biased else None, None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
+    """x W' + b, then max(0, .) where asked for: [..., D] with a weight [out, D] -> [..., out]."""
+    if _plain_cpu(x, weight) and x.numel() and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:
+        return _Linear.apply(x, weight, bias, relu)
+    y = F.linear(x, weight, bias)
+    return F.relu(y) if relu else y
+
+
+def _mask(x: Tensor, p: float) -> tuple[Tensor, float]:
+    """Ones where x is kept, zeros elsewhere, and what to multiply by.
+
+    16 random bits an element, cut from the generator's words of 64, are twenty times faster than torch's own mask on
+    a CPU.  So p is rounded to a multiple of 2^-16.
+    """
+    words = torch.empty(math.ceil(x.numel() / 4), dtype=torch.int64).random_(-(2**63), None)
+    dropped = min(round(p * 65536), 65535)
+    mask = torch.ge(
+        words.view(torch.int16)[: x.numel()].view(x.shape), dropped - 32768, out=torch.empty(x.shape, dtype=x.dtype)
+    )
+    return mask, 65536 / (65536 - dropped)
+
+
+def dropout(x: Tensor, p: float, training: bool) -> Tensor:
+    """Section 5.4: elements become zero with probability p, the others are divided by 1 - p."""
+    if not training or not p or not _plain_cpu(x):
+        return F.dropout(x, p, training)
+    mask, scale = _mask(x, p)
+    return x * mask.mul_(scale)
+
+
+def add_dropped(x: Tensor, y: Tensor, p: float, training: bool) -> Tensor:
+    """x + Dropout(y), in one pass on a CPU."""
+    if not training or not p or not _plain_cpu(x, y):
+        return x + F.dropout(y, p, training)
+    mask, scale = _mask(y, p)
+    return torch.addcmul(x, y, mask.mul_(scale))
+
+
+def token_losses(logits: Tensor, targets: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
+    """Sums over the real tokens of a batch, in float32.
+
+    Args:
+        logits: [B, T, V].
+        targets: ids [B, T]; padding does not count.
+        label_smoothing: eps_ls of section 5.4, spread over all V entries.
+
+    Returns:
+        The smoothed loss, and the unsmoothed negative log-likelihood, both in nats.
+    """
+    real = targets != PAD_ID
+    log_probs = F.log_softmax(logits.float(), dim=-1)
+    nll = -log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1).masked_fill(~real, 0.0).sum()
+    if not label_smoothing:
+        return nll, nll
+    uniform = -log_probs.mean(-1).masked_fill(~real, 0.0).sum()
+    return (1 - label_smoothing) * nll + label_smoothing * uniform, nll
+
+
+class _VocabularyLosses(torch.autograd.Function):
+    """`token_losses` of x W' without all logits at once: each piece's gradients are made beside its loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, eps: float, rows: int) -> tuple[Tensor, Tensor]:
+        size = weight.size(0)
+        wanted = any(ctx.needs_input_grad[:2])
+        loss, nll = x.new_zeros((2,), dtype=torch.float32).unbind()
+        dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
+        for start in range(0, len(x), rows):
+            part, ids = x[start : start + rows], targets[start : start + rows].unsqueeze(1)
+            log_probs = F.log_softmax(linear(part, weight).float(), dim=-1)
+            real = ids != PAD_ID
+            right = -(log_probs.gather(1, ids) * real).sum()
+            nll = nll + right
+            loss = loss + (1 - eps) * right - (eps / size * (log_probs.sum(1, keepdim=True) * real).sum() if eps else 0)
+            if wanted:
+                # d loss / d logits = softmax - (1 - eps) [target] - eps / V
+                change = log_probs.exp_().sub_(eps / size)
+                change.scatter_add_(1, ids, change.new_full((1, 1), eps - 1).expand_as(ids))
+                change = change.mul_(real).to(weight.dtype)
+                dx[start : start + rows] = linear(change, weight.t())
+                if dweight.dtype == part.dtype == change.dtype and not torch.is_autocast_enabled(x.device.type):
+                    dweight.addmm_(change.t(), part)
+                else:
+                    dweight += change.t() @ part
+        ctx.save_for_backward(dx, dweight.to(weight.dtype))
+        ctx.mark_non_differentiable(nll)
+        return loss, nll
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        dx, dweight = ctx.saved_tensors
+        return dx * gradients[0].to(dx.dtype), dweight * gradients[0].to(dweight.dtype), None, None, None
+
+
+def vocabulary_losses(x: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
+    """`token_losses` of the logits x W', of which only a piece stands in memory at a time.
+
+    Args:
+        x: [B, T, D].
+        weight: the output matrix [V, D].
+        targets: ids [B, T].
+    """
+    half = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) == torch.float16
+    if half or torch.compiler.is_compiling():  # float16's gradients need the scaled loss; the compiler fuses by itself
+        return token_losses(F.linear(x, weight), targets, label_smoothing)
+    rows = max(LEAST_ROWS, (PIECE if x.device.type == "cpu" else PIECE_ON_GPU) // len(weight))
+    return _VocabularyLosses.apply(x.flatten(0, 1), weight, targets.flatten(), label_smoothing, rows)
+
+
+@functools.cache
+def keep_memory() -> None:
+    """Let glibc keep what is freed for the next allocation, instead of getting each large block anew, page by page."""
+    with_mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if with_mallopt is not None:
+        # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD of malloc.h
+        for parameter, value in ((-4, 0), (-1, 2**31 - 1), (-2, 1 << 28)):
+            with_mallopt(parameter, value)
