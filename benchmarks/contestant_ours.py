@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import json
 import resource
@@ -59,8 +61,12 @@ def train(given: dict[str, Any]) -> None:
         trainer.fit(model, datamodule=data)
 
 
-def decode(given: dict[str, Any]) -> None:
-    model = copying_model(given["size"])
+def decode(given: dict[str, Any], int8: bool = False) -> None:
+    model: Any = copying_model(given["size"])
+    with contextlib.suppress(ModuleNotFoundError):  # a version before it
+        from lit_transformer.packed import for_search
+
+        model = for_search(model, int8)  # once, as a Translator does
     calls = itertools.cycle(json.loads(Path(given["sources"]).read_text()))
 
     def work() -> dict[str, Any]:
@@ -78,4 +84,5 @@ def decode(given: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(int(sys.argv[3]))
-    {"train": train, "decode": decode}[sys.argv[1]](json.loads(sys.argv[2]))
+    tasks = {"train": train, "decode": decode, "decode-int8": functools.partial(decode, int8=True)}
+    tasks[sys.argv[1]](json.loads(sys.argv[2]))

@@ -21,6 +21,7 @@ OURS = "this project"
 FASTEST = "CTranslate2, float32"
 CONTESTANTS = {
     OURS: ("contestant_ours.py", "decode", None),
+    "this project, int8": ("contestant_ours.py", "decode-int8", None),
     "Marian, generate": ("contestant_marian.py", "decode", HUGGINGFACE),
     "JoeyNMT, search": ("contestant_joeynmt.py", "decode", JOEYNMT),
     FASTEST: ("contestant_ctranslate2.py", "float32", CTRANSLATE2),

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lit_transformer.packed import for_search
 from lit_transformer.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from lit_transformer.transformer import Transformer
 
 BEAM_SIZE = 4
 LENGTH_PENALTY = 0.6
@@ -254,9 +256,10 @@ def search_all(
     training = model.training
     model.eval()
     try:
+        searched = for_search(model) if type(model) is Transformer else model
         for batch in batches[share[0] :: share[1]]:
             found = beam_search(
-                model,  # type: ignore[arg-type]
+                searched,  # type: ignore[arg-type]
                 pad([sources[i] for i in batch], device),
                 beam_size=beam_size,
                 length_penalty=length_penalty,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +18,23 @@ from lit_transformer.config import TransformerConfig
 from lit_transformer.kernels import add_dropped, linear
 
 
+class Linear(nn.Linear):
+    """torch's, by whatever product is fast where it runs."""
+
+    def forward(self, x: Tensor, relu: bool = False) -> Tensor:
+        return linear(x, self.weight, self.bias, relu)
+
+
 class MultiHeadAttention(nn.Module):
     """MultiHead(Q, K, V) of section 3.2.2; the equations give its projections no bias."""
 
     def __init__(self, d_model: int, num_heads: int, d_k: int, d_v: int, scale: float) -> None:
         super().__init__()
         self.num_heads, self.scale = num_heads, scale
-        self.w_q = nn.Linear(d_model, num_heads * d_k, bias=False)
-        self.w_k = nn.Linear(d_model, num_heads * d_k, bias=False)
-        self.w_v = nn.Linear(d_model, num_heads * d_v, bias=False)
-        self.w_o = nn.Linear(num_heads * d_v, d_model, bias=False)
+        self.w_q = Linear(d_model, num_heads * d_k, bias=False)
+        self.w_k = Linear(d_model, num_heads * d_k, bias=False)
+        self.w_v = Linear(d_model, num_heads * d_v, bias=False)
+        self.w_o = Linear(num_heads * d_v, d_model, bias=False)
 
     def split(self, x: Tensor) -> Tensor:
         """[B, T, H*K] -> [B, H, T, K]"""
@@ -36,13 +42,13 @@ class MultiHeadAttention(nn.Module):
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[B, S, D] -> keys [B, H, S, K] and values [B, H, S, V]"""
-        return self.split(linear(x, self.w_k.weight)), self.split(linear(x, self.w_v.weight))
+        return self.split(self.w_k(x)), self.split(self.w_v(x))
 
     def attend(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
         """Queries from x [B, T, D]; mask broadcasts to [B, H, T, S], True where attention is allowed."""
-        queries = self.split(linear(x, self.w_q.weight))
+        queries = self.split(self.w_q(x))
         heads = F.scaled_dot_product_attention(queries, keys, values, mask, is_causal=causal, scale=self.scale)
-        return linear(heads.transpose(1, 2).flatten(2), self.w_o.weight)
+        return self.w_o(heads.transpose(1, 2).flatten(2))
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
         return self.attend(x, *self.keys_values(memory), mask, causal)
@@ -52,11 +58,10 @@ class FeedForward(nn.Sequential):
     """FFN(x) = max(0, x W_1 + b_1) W_2 + b_2, section 3.3."""
 
     def __init__(self, d_model: int, d_ff: int) -> None:
-        super().__init__(nn.Linear(d_model, d_ff), nn.ReLU(), nn.Linear(d_ff, d_model))
+        super().__init__(Linear(d_model, d_ff), nn.ReLU(), Linear(d_ff, d_model))
 
     def forward(self, x: Tensor) -> Tensor:
-        w_1, _, w_2 = cast(tuple[nn.Linear, nn.ReLU, nn.Linear], tuple(self))
-        return linear(linear(x, w_1.weight, w_1.bias, relu=True), w_2.weight, w_2.bias)
+        return self[2](self[0](x, relu=True))
 
 
 class Residual(nn.Module):
@@ -99,17 +104,18 @@ class DecoderLayer(nn.Module):
         x = self.residuals[1](x, lambda q: self.cross_attention(q, memory, memory_mask))
         return self.residuals[2](x, self.feed_forward)
 
-    def step(self, x: Tensor, cache: LayerCache, memory_mask: Tensor) -> Tensor:
-        """One position of W beams of B sentences: x [B*W, 1, D] -> the same."""
+    def step(self, x: Tensor, cache: LayerCache, state: DecoderState, own: Tensor) -> Tensor:
+        """One position of W beams of B sentences: x [B*W, 1, D] -> the same; the beams are a sentence's W queries."""
 
         def attend(q: Tensor) -> Tensor:
-            keys, values = cache.append(*self.self_attention.keys_values(q))
-            return self.self_attention.attend(q, keys, values, None)
+            keys, values = cache.append(*self.self_attention.keys_values(q), state.length, own.size(2))
+            return self.self_attention.attend(q.view(len(own), -1, q.size(-1)), keys, values, own).view_as(q)
 
         def cross(q: Tensor) -> Tensor:
-            # All beams of a sentence share its memory, so they are its W queries: no copy of keys for each beam.
-            queries = q.view(len(cache.cross_keys), -1, q.size(-1))
-            return self.cross_attention.attend(queries, cache.cross_keys, cache.cross_values, memory_mask).view_as(q)
+            keys, values = cache.cross_keys, cache.cross_values
+            return self.cross_attention.attend(
+                q.view(len(own), -1, q.size(-1)), keys, values, state.memory_mask
+            ).view_as(q)
 
         x = self.residuals[0](x, attend)
         x = self.residuals[1](x, cross)
@@ -122,27 +128,38 @@ def _attention(config: TransformerConfig) -> MultiHeadAttention:
     return MultiHeadAttention(config.d_model, config.num_heads, config.d_k, config.d_v, scale)
 
 
-@dataclass
 class LayerCache:
-    """What one decoder layer keeps between steps."""
+    """What one decoder layer keeps between steps: keys and values of all beams of a sentence side by side.
 
-    cross_keys: Tensor  # [B, H, S, K], computed once a sentence
-    cross_values: Tensor  # [B, H, S, V]
-    self_keys: Tensor | None = None  # [B*W, H, t, K]
-    self_values: Tensor | None = None  # [B*W, H, t, V]
+    Beams are never moved in it: `DecoderState.own` says which earlier positions belong to which of them.
 
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        if self.self_keys is not None and self.self_values is not None:
-            keys = torch.cat((self.self_keys, keys), dim=2)
-            values = torch.cat((self.self_values, values), dim=2)
-        self.self_keys, self.self_values = keys, values
-        return keys, values
+    Attributes:
+        cross_keys, cross_values: [B, H, S, K], computed once a sentence.
+    """
 
-    def select(self, beams: Tensor, sentences: Tensor | None) -> None:
-        assert self.self_keys is not None and self.self_values is not None
-        self.self_keys, self.self_values = self.self_keys[beams], self.self_values[beams]
-        if sentences is not None:
-            self.cross_keys, self.cross_values = self.cross_keys[sentences], self.cross_values[sentences]
+    def __init__(self, cross_keys: Tensor, cross_values: Tensor) -> None:
+        self.cross_keys, self.cross_values = cross_keys, cross_values
+        self._keys = self._values = cross_keys.new_empty(0)  # [B, H, room, W, K]
+
+    def append(self, keys: Tensor, values: Tensor, position: int, width: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B*W, H, 1, K] of one more position -> of all positions and beams, [B, H, t*W, K]."""
+        self._keys = _written(self._keys, keys, position, width)
+        self._values = _written(self._values, values, position, width)
+        return self._keys[:, :, : position + 1].flatten(2, 3), self._values[:, :, : position + 1].flatten(2, 3)
+
+    def select(self, sentences: Tensor) -> None:
+        self._keys, self._values = self._keys[sentences], self._values[sentences]
+        self.cross_keys, self.cross_values = self.cross_keys[sentences], self.cross_values[sentences]
+
+
+def _written(room: Tensor, new: Tensor, position: int, width: int) -> Tensor:
+    new = new.view(-1, width, *new.shape[1:]).transpose(1, 2).squeeze(3)  # [B, H, W, K]
+    if not position:
+        room = new.new_empty((*new.shape[:2], 32, *new.shape[2:]))
+    elif position == room.size(2):
+        room = torch.cat((room, torch.empty_like(room)), 2)
+    room[:, :, position] = new
+    return room
 
 
 @dataclass
@@ -152,10 +169,25 @@ class DecoderState:
     memory_mask: Tensor  # [B, 1, 1, S]
     layers: list[LayerCache]
     length: int = 0  # target positions decoded so far
+    own: Tensor | None = None  # [B, 1, W, t*W], True where a beam's own earlier position stands in the caches
+
+    def grow(self, width: int) -> Tensor:
+        """One more position, at which each beam's own is its own; returns `own`."""
+        here = torch.eye(width, dtype=torch.bool, device=self.memory_mask.device)
+        here = here.expand(len(self.memory_mask), 1, width, width)
+        self.own = here if self.own is None else torch.cat((self.own, here), 3)
+        return self.own
 
     def select(self, beams: Tensor, sentences: Tensor | None = None) -> None:
-        """Keep and reorder: beams are flat indices into B*W; sentences, when some are dropped, indices into B."""
-        for layer in self.layers:
-            layer.select(beams, sentences)
+        """Keep and reorder: beams are flat indices into B*W, each from its own sentence.
+
+        Args:
+            sentences: when some are dropped, the kept ones' indices into B.
+        """
+        assert self.own is not None
+        width = self.own.size(2)
+        self.own = self.own.flatten(0, 2)[beams].view(-1, 1, width, self.own.size(3))
         if sentences is not None:
             self.memory_mask = self.memory_mask[sentences]
+            for layer in self.layers:
+                layer.select(sentences)

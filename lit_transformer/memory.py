@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lit_transformer.module import token_losses
 from lit_transformer.speed import saved_bytes
 from lit_transformer.transformer import Transformer, TransformerConfig
 
@@ -56,7 +55,7 @@ def memory(
             src, tgt_in, tgt_out = (torch.ones(rows, n, dtype=torch.int64) for n in (src_width, tgt_width, tgt_width))
             update_tokens = torch.tensor(rows * tgt_width)
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                loss = token_losses(model(src, tgt_in), tgt_out, label_smoothing)[0] / update_tokens
+                loss = model(src, tgt_in, tgt_out, label_smoothing)[0] / update_tokens
             live.backward = True
             loss.backward()
     activations = sum(kept.values())

@@ -150,7 +150,8 @@ class Transformer(nn.Module):
     def step(self, tokens: Tensor, state: DecoderState) -> Tensor:
         """One more token for each beam: ids [B, W] -> logits [B, W, V]; `state` moves on by one position."""
         x = self._embed(tokens.reshape(-1, 1), "tgt_positions", state.length)
+        own = state.grow(tokens.size(1))
         for layer, cache in zip(self._decoder_layers(), state.layers, strict=True):
-            x = layer.step(x, cache, state.memory_mask)
+            x = layer.step(x, cache, state, own)
         state.length += 1
         return self._project(self.decoder_norm(x)).view(*tokens.shape, -1)
