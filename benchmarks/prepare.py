@@ -131,11 +131,15 @@ def main() -> None:
         words = tuple(file.read_text(encoding="utf-8").splitlines() for file in options.words or ()) or ((), ())
         wmt_like.write(text, options.pairs, words, parquet=False)  # type: ignore[arg-type]
         (text / "done").touch()
+    names = {"train": "train", "valid": "validation", "test": "test"}
     corpus = {
-        "source": "files", "src_lang": "en", "tgt_lang": "de", "vocab_size": 37000, "root": str(options.folder / "data"),
-        **{split: [str(text / f"{name}.{lang}") for lang in ("en", "de")]
-           for split, name in (("train", "train"), ("valid", "validation"), ("test", "test"))},
-    }  # fmt: skip
+        "source": "files",
+        "src_lang": "en",
+        "tgt_lang": "de",
+        "vocab_size": 37000,
+        "root": str(options.folder / "data"),
+        **{split: [str(text / f"{name}.{lang}") for lang in ("en", "de")] for split, name in names.items()},
+    }
     arguments = [
         word
         for key, value in corpus.items()
@@ -161,7 +165,7 @@ def main() -> None:
         "memory, all processes": f"{seconds['GB']:.2f} GB at most",
         "sentencepiece alone": f"{rate:,.0f} sentences/s",
         "encoding, beside it": f"{encoding:,.0f} sentences/s, {encoding / rate:.2f} of it",
-        "all steps but learning, beside it": f"{all_but_learning:,.0f} sentences/s, {all_but_learning / rate:.2f} of it",
+        "all but learning, beside it": f"{all_but_learning:,.0f} sentences/s, {all_but_learning / rate:.2f} of it",
         "second start: check and plan": f"{again['open']:.1f} s (imports {again['import']:.1f} s before)",
         "second start: first batch": f"{again['first']:.1f} s more",
         "second start: memory": f"{again['GB']:.2f} GB",
