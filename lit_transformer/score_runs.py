@@ -178,6 +178,8 @@ def average_command(args: Sequence[str]) -> int:
     parser.add_argument("--last", type=int, default=5, help="how many (section 6.1: 5 for base, 20 for big)")
     parser.add_argument("--out", type=Path, help="default: in the run's checkpoints")
     options = parser.parse_args(args)
-    cli = ExperimentCLI(saved_config(options.run), "average", build=False)
-    print(average_newest(options.run, options.last, cli.trainer_config.max_steps, options.out, say=say))
+    end = 0  # checkpoints without their run's configuration will do too
+    if (options.run / "config.yaml").is_file():
+        end = ExperimentCLI(saved_config(options.run), "average", build=False).trainer_config.max_steps
+    print(average_newest(options.run, options.last, end, options.out, say=say))
     return 0

@@ -82,18 +82,18 @@ def mean_scores(seeds: Sequence[Sentences]) -> tuple[float, float]:
     return sum(bleu) / len(seeds), sum(perplexity) / len(seeds)
 
 
-def read_sentences(run: Path, result: dict[str, Any], name: str = "valid") -> Sentences | None:
+def read_sentences(run: Path, result: dict[str, Any], name: str = "") -> Sentences | None:
     """What a run's outputs were, or None where it was scored before such files were written.
 
     Args:
         run: its folder.
         result: what result.json or test.json says of them.
-        name: that of the file, as `score_runs` names it.
+        name: that of the file, as `score_runs` names it; the split's when not given.
 
     Raises:
         ValueError: names the file and line, or what it is at odds with.
     """
-    file = run / f"sentences.{name}.jsonl"
+    file = run / f"sentences.{name or result['split']}.jsonl"
     if not file.is_file():
         return None
     lines = []
