@@ -2,8 +2,8 @@
 
 Synthetic text (wmt_like.py) is written where it is not there yet, prepared by the command that a user types, and
 opened again as `fit` does, as one of 8 processes that take batches of 4,096 tokens.  sentencepiece alone encodes some
-of the same sentences, one process on each core: the ratio is of one run, by the clock and, for a machine that does other
-things too, by CPU time.
+of the same sentences, one process on each core: the ratio is of one run, by the clock and, for a machine that does
+other things too, by CPU time.
 
     python benchmarks/prepare.py FOLDER --pairs 4500000 [--words EN DE] [--output FILE]
 """

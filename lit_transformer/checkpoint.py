@@ -106,7 +106,7 @@ def load_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
 
 
 def usable_checkpoint(
-    run: Path, module: torch.nn.Module, say: Callable[[str], None] = lambda line: None, set_aside: bool = False
+    run: Path, module: torch.nn.Module, say: Callable[[str], None], set_aside: bool
 ) -> tuple[int, Path | None]:
     """The newest checkpoint of a run that can be gone on from, with its step; (0, None) where there is none at all.
 

@@ -277,12 +277,11 @@ class ExperimentCLI(LightningCLI):
                 before = json.loads(result.read_text(encoding="utf-8"))["config"]
         if before:  # until there is a checkpoint, nothing is decided
             old, new = experiment(before), experiment(self.plain)
-            for key in sorted(old.keys() | new.keys()):
-                if old.get(key) != new.get(key):
-                    raise ValueError(
-                        f"{self.folder} holds a run with {key} = {old.get(key)}, this command has {new.get(key)}: "
-                        "another experiment needs another --run.dir"
-                    )
+            if key := first_difference(old, new):
+                raise ValueError(
+                    f"{self.folder} holds a run with {key} = {old.get(key)}, this command has {new.get(key)}: "
+                    "another experiment needs another --run.dir"
+                )
 
     def keep_config(self) -> None:
         """Save the configuration with the run."""
@@ -327,6 +326,11 @@ def experiment(config: dict[str, Any]) -> dict[str, Any]:
         if key not in _NOT_THE_EXPERIMENT
         and (key in _ALSO_THE_EXPERIMENT or key.split(".")[0] in ("model", "data", "seed_everything"))
     }
+
+
+def first_difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
+    """The first key, in the order of the alphabet, that two flat configurations do not share with its value."""
+    return next((key for key in sorted(one.keys() | other.keys()) if one.get(key) != other.get(key)), None)
 
 
 def resolve(args: Sequence[str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from lit_transformer.checkpoint import list_checkpoints
-from lit_transformer.cli import experiment, resolve
+from lit_transformer.cli import experiment, first_difference, resolve
 from lit_transformer.store import write_json
 from lit_transformer.study import Cell, Study, Variant, fit_arguments, full_key
 
@@ -61,22 +61,23 @@ def check(study: Study, file: Path, folder: Path) -> dict[str, dict[str, Any]]:
 def _check_together(study: Study, file: Path, resolved: dict[str, dict[str, Any]]) -> None:
     """Raises ValueError where cells could not stand in one table, or not do what is asked of them together."""
     for cell in study.cells():
-        mine = experiment(resolved[str(cell)])
-        first = experiment(resolved[str(study.cells()[0])])
-        for key in mine:
-            if key.startswith("data.") and key not in _FREE_DATA and mine[key] != first[key]:
-                raise ValueError(
-                    f"{file}, variant {cell.variant.name}: {key} = {mine[key]} is other data than the first variant's "
-                    f"{first[key]}, and results on other data cannot stand in one table: make it a study of its own"
-                )
+        mine, first = (experiment(resolved[str(each)]) for each in (cell, study.cells()[0]))
+        if key := first_difference(_data(mine), _data(first)):
+            raise ValueError(
+                f"{file}, variant {cell.variant.name}: {key} = {mine[key]} is other data than the first variant's "
+                f"{first[key]}, and results on other data cannot stand in one table: make it a study of its own"
+            )
         if cell.variant.trained_by:
             other = experiment(resolved[f"{cell.variant.trained_by}/seed{cell.seed}"])
-            for key in mine:
-                if key != "run.average" and mine[key] != other[key]:
-                    raise ValueError(
-                        f"{file}, variant {cell.variant.name}: {cell.variant.trained_by} trains it, but {key} = "
-                        f"{other[key]} there and {mine[key]} here: only run.average may differ"
-                    )
+            if key := first_difference(mine, other | {"run.average": mine["run.average"]}):
+                raise ValueError(
+                    f"{file}, variant {cell.variant.name}: {cell.variant.trained_by} trains it, but {key} = "
+                    f"{other[key]} there and {mine[key]} here: only run.average may differ"
+                )
+
+
+def _data(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key.startswith("data.") and key not in _FREE_DATA}
 
 
 def _check_search(study: Study, file: Path, folder: Path) -> None:
@@ -120,12 +121,11 @@ def refuse_changes(file: Path, folder: Path, resolved: dict[str, Any], names: se
             | {"trainer.max_steps": config["trainer"]["max_steps"]}
             for config in (before[name], resolved[name])
         )
-        for key in sorted(old.keys() | new.keys()):
-            if old.get(key) != new.get(key):
-                raise ValueError(
-                    f"{file}: {name} has a result or has begun to train, but {key} was {old.get(key)} and is "
-                    f"{new.get(key)} now: undo the change, or give the study another name"
-                )
+        if key := first_difference(old, new):
+            raise ValueError(
+                f"{file}: {name} has a result or has begun to train, but {key} was {old.get(key)} and is "
+                f"{new.get(key)} now: undo the change, or give the study another name"
+            )
 
 
 def _described_before(folder: Path) -> dict[str, Any]:
