@@ -67,6 +67,10 @@ def _state(path: Path) -> str:
     return f"{path.resolve()} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns}"
 
 
+def _states(config: CorpusConfig) -> dict[Path, str]:
+    return {path: _state(path) for part in open_source(config).values() for path in part.files if path.exists()}
+
+
 def _known_digests(root: Path) -> dict[str, str]:
     try:
         return dict(json.loads((root / ".digests.json").read_bytes()))
@@ -126,6 +130,7 @@ def prepare(config: CorpusConfig, root: Path, say: Say | None = None, tokenizer:
     say = say or say_on_stderr
     with exclusive(root / ".lock", lambda: say(f"corpus: another process prepares text in {root}; waiting for it")):
         fetch(config, say)
+        states = _states(config)
         _remember_digests(open_source(config), root)
         folder = store_folder(config, root, tokenizer)
         # What has been cut into shards of another size does not fit.
@@ -134,7 +139,7 @@ def prepare(config: CorpusConfig, root: Path, say: Say | None = None, tokenizer:
             say(f"corpus: {folder} is up to date")
         else:
             try:
-                Preparation(config, work, say).write(folder, tokenizer, _digests(open_source(config), root))
+                Preparation(config, work, say, states).write(folder, tokenizer, _digests(open_source(config), root))
             except ValueError:  # something is wrong with the text, and so with what has been made of it
                 shutil.rmtree(work, ignore_errors=True)
                 raise
@@ -146,8 +151,8 @@ def prepare(config: CorpusConfig, root: Path, say: Say | None = None, tokenizer:
 class Preparation:
     """One preparation, its steps in their order; what each has done stands in `work` when the next begins."""
 
-    def __init__(self, config: CorpusConfig, work: Path, say: Say) -> None:
-        self.config, self.work, self.say = config, work, say
+    def __init__(self, config: CorpusConfig, work: Path, say: Say, states: dict[Path, str]) -> None:
+        self.config, self.work, self.say, self.states = config, work, say, states
         self.parts = open_source(config)
         self.rules: frozenset[str] = frozenset(config.clean)
         self.dropped: Counter[str] = Counter()
@@ -158,6 +163,11 @@ class Preparation:
         self.work.mkdir(parents=True, exist_ok=True)
         held_out = {split: list(self.parts[split].pairs(self.notes)) for split in self.config.splits()[1:]}
         read = self._clean(held_out)
+        for path, state in _states(self.config).items():
+            if state != self.states.get(path):
+                raise ValueError(
+                    f"{path} has changed while it was read: type the same command again once it stays as it is"
+                )
         keep, values = self._without_duplicates()
         if not any(mask.any() for mask in keep.values()):
             raise self._nothing_left(read)

@@ -609,6 +609,22 @@ def test_an_interruption_leaves_nothing_or_all(tmp_path, error):
         assert [entry.name for entry in root.iterdir() if entry.name != ".lock"] == [whole.folder.name]
 
 
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    config, root = config_of(tmp_path, pairs(40)), tmp_path / "root"
+    clean = shards.clean
+
+    def changing(*arguments):
+        counts = clean(*arguments)
+        with open(config.train[0], "a") as file:
+            file.write("one more\n")
+        return counts
+
+    monkeypatch.setattr(shards, "clean", changing)
+    with pytest.raises(ValueError, match=r"train\.src has changed while it was read"):
+        quietly(config, root)
+    assert nothing_in(root)
+
+
 def test_a_folder_without_its_meta_is_made_anew(tmp_path):
     config = config_of(tmp_path, pairs(40))
     first = quietly(config, tmp_path / "root")
