@@ -150,8 +150,9 @@ def test_memory_on_a_cpu_against_a_hand_count(studied, dropout, layers):
     # Attention keeps queries, keys, values, result, a logarithm for each head and query, and a mask where it has one.
     encoder = s * (d + 4 * width + heads + 1 + feed_forward + 2 * (norm + drop))
     decoder = t * (2 * (d + heads) + 6 * width + feed_forward + 3 * (norm + drop)) + s * (2 * width + 1)
-    ends = s * (d + drop) + t * (d + drop + 300)  # memory, input of the output matrix, log-probabilities
-    ids_and_counts = 8 * (s + t + t) + t + 8  # source, target and output ids, which are real, the update's tokens
+    # Memory; of the loss, which makes them beside it, the gradients of the output matrix and of its input.
+    ends = s * (d + drop) + t * (d + drop) + 300 * d
+    ids_and_counts = 8 * (s + t) + 8  # source and target ids, the update's tokens
     activations = 4 * (layers * (encoder + decoder) + ends) + ids_and_counts
     assert row.speed.memory == 4 * 4 * row.parameters + activations
 
