@@ -86,7 +86,12 @@ def main() -> None:
         "contestants in turn.\n\n" + "\n\n".join(texts)
     )
     name = f"decoding-{given.size}" + (f"-{given.threads}threads" if given.threads > 1 else "")
-    report(name, f"Decoding, {given.size} model", text, {"options": vars(given), "found": values})
+    report(
+        name,
+        f"Decoding, {given.size} model",
+        text,
+        {"options": vars(given) | {"before": bool(given.before)}, "found": values},
+    )
 
 
 def summary(found: dict[str, list[dict[str, Any]]], clock: str) -> str:

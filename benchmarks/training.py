@@ -77,7 +77,12 @@ def main() -> None:
     )
     text += table(["contestant", "target tokens/s", "share of the floor", "this project is faster by"], rows)
     name = f"training-{given.size}" + (f"-{given.threads}threads" if given.threads > 1 else "")
-    report(name, f"Training, {given.size} model", text, {"about": about, "options": vars(given), "found": found})
+    report(
+        name,
+        f"Training, {given.size} model",
+        text,
+        {"about": about, "options": vars(given) | {"before": bool(given.before)}, "found": found},
+    )
 
 
 if __name__ == "__main__":

@@ -447,6 +447,23 @@ def test_a_step_at_a_time_equals_teacher_forcing_through_reorder_and_drop(varian
     assert sentences == [3]
 
 
+def test_steps_beyond_the_caches_first_room_equal_teacher_forcing():
+    model = build()
+    src = batch(SOURCES, 6)
+    torch.manual_seed(7)
+    tokens = torch.randint(0, VOCAB, (len(src), 2, 70))
+    with torch.no_grad():
+        state = model.start(src)
+        for position in range(70):
+            logits = model.step(tokens[:, :, position], state)
+            if position in (20, 40):  # swap the beams, in what is cached and in what it is compared with
+                state.select(torch.arange(2 * len(src)).view(-1, 2).flip(1).flatten())
+                tokens = torch.cat((tokens[:, :, : position + 1].flip(1), tokens[:, :, position + 1 :]), 2)
+        for beam in range(2):
+            forced = model(src, tokens[:, beam])[:, -1]
+            torch.testing.assert_close(logits[:, beam], forced, rtol=0, atol=2e-5)
+
+
 # Lengths
 
 
