@@ -12,9 +12,10 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lit_transformer.config import TransformerConfig
-from lit_transformer.kernels import dropout, linear, vocabulary_losses
+from lit_transformer.kernels import dropout, vocabulary_losses
 from lit_transformer.layers import DecoderLayer, DecoderState, EncoderLayer, LayerCache
 from lit_transformer.tokenizer import PAD_ID
 
@@ -118,7 +119,7 @@ class Transformer(nn.Module):
         return self.decoder_norm(x)
 
     def _project(self, x: Tensor) -> Tensor:
-        return linear(x, self.embedding.weight)
+        return F.linear(x, self.embedding.weight)
 
     def forward(
         self, src: Tensor, tgt_in: Tensor, tgt_out: Tensor | None = None, label_smoothing: float = 0.0

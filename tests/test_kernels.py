@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from lit_transformer import kernels
-from lit_transformer.kernels import add_dropped, dropout, linear, token_losses, vocabulary_losses
+from lit_transformer.kernels import add_dropped, dropout, token_losses, vocabulary_losses
 from lit_transformer.tokenizer import PAD_ID
 
 
@@ -16,54 +16,6 @@ def leaves(*shapes, dtype=torch.float32):
 
 def doubled(tensors):
     return [t.detach().double().requires_grad_() for t in tensors]
-
-
-# Products
-
-
-@pytest.mark.parametrize("relu", [False, True])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("shape", [(5, 7, 12), (40, 12), (1, 1, 12)])
-def test_a_product_and_its_gradients_are_plain_torchs(shape, biased, relu):
-    given = leaves(shape, (9, 12), *([(9,)] if biased else []))
-    exact = doubled(given)
-    y, expected = linear(*given, relu=relu), F.linear(*exact)
-    expected = expected.relu() if relu else expected
-    assert y.shape == (*shape[:-1], 9)
-    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
-    change = torch.randn_like(y)
-    y.backward(change)
-    expected.backward(change.double())
-    for mine, theirs in zip(given, exact, strict=True):
-        torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-5, atol=1e-5)
-
-
-def test_a_product_of_transposed_rows_is_plain_torchs():
-    x, weight = leaves((6, 4, 3), (5, 6))
-    torch.testing.assert_close(linear(x.permute(2, 1, 0), weight), F.linear(x.permute(2, 1, 0), weight))
-
-
-def test_no_rows_have_no_product():
-    x, weight = leaves((0, 4, 12), (9, 12))
-    linear(x, weight).sum().backward()
-    assert x.grad.shape == x.shape
-    assert not weight.grad.any()
-
-
-def test_only_what_needs_a_gradient_gets_one():
-    x, weight = leaves((4, 12), (9, 12))
-    linear(x.detach(), weight).sum().backward()
-    assert x.grad is None
-    assert weight.grad is not None
-
-
-@pytest.mark.parametrize("where", ["double", "autocast", "switched off"])
-def test_elsewhere_a_product_is_plain_torchs_to_the_bit(where):
-    x, weight = leaves((4, 12), (9, 12), dtype=torch.float64 if where == "double" else torch.float32)
-    cast = torch.autocast("cpu", torch.bfloat16, enabled=where == "autocast")
-    with cast, torch.backends.mkldnn.flags(enabled=where != "switched off", allow_tf32=False):
-        assert torch.equal(linear(x, weight), F.linear(x, weight))
-        assert linear(x, weight).dtype == {"autocast": torch.bfloat16, "double": torch.float64}.get(where, x.dtype)
 
 
 # Dropout
