@@ -137,8 +137,8 @@ def test_shares_are_scored_by_test_as_one_process_does(sharded):
     found = []
     for alone in ((), ("--trainer.strategy", "auto", "--trainer.devices", "1")):
         run([*typed({}, "")[:3], "test", str(sharded), "--average", "2", *alone])
-        found.append(json.loads((sharded / "test.json").read_text()))
-        found[-1]["hypotheses"] = (sharded / "hypotheses.test.txt").read_text()
+        found.append(json.loads((sharded / "test.average-2.json").read_text()))
+        found[-1]["hypotheses"] = (sharded / "hypotheses.test.average-2.txt").read_text()
     assert found[0]["nll"] == pytest.approx(found[1]["nll"], rel=1e-5)
     for key in ("bleu", "unfinished", "averaged", "checkpoint", "hypotheses"):
         assert found[0][key] == found[1][key], key
