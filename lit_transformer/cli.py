@@ -135,7 +135,7 @@ class TrainerConfig:
     profiler: Literal["simple", "advanced"] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "log_every_n_steps", "timeout"):
+        for name in ("max_steps", "log_every_n_steps", "timeout", "num_nodes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"trainer.{name} = {getattr(self, name)}: must be at least 1")
         if self.gradient_clip_val is not None and not self.gradient_clip_val > 0:

@@ -33,7 +33,7 @@ def parquet_files(dataset: str, src_lang: str, tgt_lang: str) -> dict[str, list[
     """
     root = Path(dataset).expanduser()
     if not root.is_dir():
-        if not _is_name(dataset):
+        if not is_on_the_hub(dataset):
             raise ValueError(
                 f"dataset = {dataset!r}: no such folder; it must hold {tgt_lang}-{src_lang}/train-*.parquet, "
                 "validation-*.parquet and test-*.parquet"
@@ -61,12 +61,17 @@ def _shards(folder: Path, name: str) -> list[Path]:
     for number, file in enumerate(files):
         given = re.fullmatch(rf"{name}-(\d+)-of-(\d+)\.parquet", file.name)
         if given and (int(given[1]), int(given[2])) != (number, len(files)):
-            raise ValueError(f"{folder} holds {len(files)} of the {int(given[2])} files {name}-*-of-{given[2]}.parquet")
+            wanted = {f"{name}-{n:0{len(given[1])}}-of-{given[2]}.parquet" for n in range(int(given[2]))}
+            missing, stray = sorted(wanted - {f.name for f in files}), [f.name for f in files if f.name not in wanted]
+            words = f"lacks {missing[0]}" if missing else f"holds {stray[0]}"
+            there = len(files) - len(stray)
+            raise ValueError(f"{folder} {words} beside {there} of the {len(wanted)} files of its kind")
     return files
 
 
-def _is_name(dataset: str) -> bool:
-    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", dataset) is not None
+def is_on_the_hub(dataset: str) -> bool:
+    """Whether it can be the name of a dataset there, and is no folder here."""
+    return not Path(dataset).expanduser().is_dir() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", dataset) is not None
 
 
 def _patterns(src_lang: str, tgt_lang: str) -> list[str]:
@@ -165,7 +170,10 @@ def test_set_files(entry: str, src_lang: str, tgt_lang: str, fetch: bool) -> tup
 
     name, pair = entry.removeprefix(SACREBLEU), f"{src_lang}-{tgt_lang}"
     if name not in DATASETS:
-        near = ", ".join(sorted(known for known in DATASETS if known.startswith(name[:5]))) or "see sacrebleu --list"
+        near = (
+            ", ".join(sorted(known for known in DATASETS if known.startswith(name[:5])))
+            or "those of `sacrebleu --list`"
+        )
         raise ValueError(f"{entry}: sacreBLEU knows no test set {name!r}; it knows {near}")
     dataset = DATASETS[name]
     if pair not in dataset.langpairs:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_transformer.checkpoint import average_newest, load_checkpoint, newest_checkpoint
-from lit_transformer.cli import ExperimentCLI
+from lit_transformer.cli import ExperimentCLI, experiment, first_difference
 from lit_transformer.decode import BEAM_SIZE, LENGTH_PENALTY, add_decoding
 from lit_transformer.progress import say
 from lit_transformer.ranks import check_processes
@@ -51,6 +51,12 @@ def evaluate_command(split: str, args: Sequence[str]) -> int:
     cli.datamodule.prepare_data()
     cli.datamodule.setup("test")
     name = _name(command, options)
+    own = saved["TranslationDataModule"]["data"]
+    if cli.datamodule.store and cli.datamodule.store.fingerprint != own and not options.name:
+        raise ValueError(
+            f"this text is not the one that {run} was trained with (data = {cli.datamodule.store.fingerprint}, there "
+            f"{own}): give it a --name, which becomes part of the files' names"
+        )
     _refuse_other_text(run / f"{name}.json", cli)
     training = _training(run, saved["global_step"]) if split == "test" else None
     found = score(cli, trainer, split, saved, checkpoint, options.sentences)
@@ -64,7 +70,7 @@ def evaluate_command(split: str, args: Sequence[str]) -> int:
         }
         print_scores(found)
         if split == "test":
-            record = _table2(run, name, cli, record, training)
+            record = _table2(run, name, cli, record, training, saved["TranslationDataModule"]["data"])
         write_json(run / f"{name}.json", record)
     return 0
 
@@ -91,6 +97,8 @@ def _options(command: str, args: Sequence[str]) -> tuple[argparse.Namespace, lis
         raise ValueError(f"--sentences {options.sentences}: must be at least 1; all are decoded where it is left out")
     if options.name is not None and not re.fullmatch(r"[\w-][\w.-]*", options.name):
         raise ValueError(f"--name {options.name!r}: becomes part of files' names: letters, digits, '.', '_' and '-'")
+    if options.name is not None and re.match(r"(average|step|sentences|beam|alpha)-", options.name):
+        raise ValueError(f"--name {options.name!r}: files whose names go on so are of other options: take another one")
     return options, rest
 
 
@@ -106,9 +114,11 @@ def _name(command: str, options: argparse.Namespace) -> str:
 
 def _must_be_of(run: Path, checkpoint: Path) -> None:
     mine, given = (load_checkpoint(path) for path in (newest_checkpoint(run), checkpoint))
-    for field in ("data", "tokenizer"):
+    for field in ("data", "tokenizer", "tokens_per_update", "seed"):
         if given.get("TranslationDataModule", {}).get(field) != mine["TranslationDataModule"][field]:
             raise ValueError(f"{checkpoint} is not of this run: its {field} is another one")
+    if key := first_difference(*(experiment({"model": each["hyper_parameters"]}) for each in (given, mine))):
+        raise ValueError(f"{checkpoint} is not of this run: its {key} is another one")
 
 
 def _refuse_other_text(file: Path, cli: ExperimentCLI) -> None:
@@ -143,21 +153,38 @@ def _training(run: Path, updates: int) -> dict[str, Any] | None:
 
 
 def _table2(
-    run: Path, name: str, cli: ExperimentCLI, record: dict[str, Any], training: dict[str, Any] | None
+    run: Path,
+    name: str,
+    cli: ExperimentCLI,
+    record: dict[str, Any],
+    training: dict[str, Any] | None,
+    trained_on: str,
 ) -> dict[str, Any]:
     """Write the row of Table 2 where the whole set was decoded; what test.json says of the set and of the cost."""
     store, corpus = cli.datamodule.store, cli.datamodule.corpus
     assert store is not None
     tested = identify(store.text("test", "src"), store.text("test", "tgt"), corpus.src_lang, corpus.tgt_lang)
     options = {key: record[key] for key in ("precision", "beam_size", "length_penalty")}
-    recipe = cli.recipe() | options | {"max_steps": record["updates"], "averaged": len(record["averaged"]) or 1}
+    # The run's own, whatever keys this command has.
+    recipe = (
+        ExperimentCLI(saved_config(run), "test", build=False).recipe()
+        | options
+        | {"max_steps": record["updates"], "averaged": len(record["averaged"]) or 1}
+    )
     cost = {key: training[key] for key in _COST} | {"flops_by_time": flops_by_time(training)} if training else None
     record = record | {"test_set": tested, "recipe": recipe, "training": cost}
     if record["sentences"] < tested["sentences"]:
         say(f"no row of Table 2: {record['sentences']:,} of {tested['sentences']:,} sentences were decoded")
         return record
     paper = cli.paper_recipe() | {"averaged": 5, "beam_size": 4, "length_penalty": 0.6, "precision": "32-true"}
-    text = to_markdown(record, paper, len(store.sentences("train", "src")))
+    report = store.meta["report"]["train"]
+    known = f"Trained on {report['kept']:,} pairs"
+    if store.fingerprint != trained_on:
+        known = (
+            f"Trained on data {trained_on}, another preparation than the one with this test set: of the training text "
+            f"{report['dropped'].get('overlap', 0):,} pairs hold a sentence of this validation or test set"
+        )
+    text = to_markdown(record, paper, known)
     write_atomic(run / f"table2{name.removeprefix('test')}.md", text.encode())
     print(f"\n{text}", end="")
     return record

@@ -30,7 +30,7 @@ import numpy as np
 
 from lit_transformer.signals import ignore_signals
 from lit_transformer.sources import is_blank
-from lit_transformer.store import SIDES, SplitWriter, write_atomic, write_json
+from lit_transformer.store import SIDES, SplitWriter, save_array, write_atomic, write_json
 from lit_transformer.tokenizer import PIECE_MARKS, Tokenizer
 
 SHARD = 50_000  # pairs: a few seconds of one core, and what is lost of each when a preparation is interrupted
@@ -79,7 +79,7 @@ def clean(folder: Path, name: str, sides: tuple[str, str], rules: frozenset[str]
     for side, texts in zip(SIDES, (src, tgt), strict=True):
         kept = "".join(f"{text}\n" for text in itertools.compress(texts, keep))
         (folder / f"{name}.{side}.txt").write_bytes(kept.encode())
-    np.save(folder / f"{name}.digests.npy", pair_digests(*by_side)[keep])
+    save_array(folder / f"{name}.digests.npy", pair_digests(*by_side)[keep])
     counts = {"read": len(src), "dropped": dict(dropped)}
     write_json(folder / f"{name}.cleaned.json", counts)
     return counts
@@ -126,7 +126,7 @@ def encode(
     writer = SplitWriter(folder, name, tokenizer.vocab_size)
     writer.append(*(list(itertools.compress(side, stays)) for side in ids))
     writer.close()
-    np.save(folder / f"{name}.kept.npy", np.load(folder / f"{name}.digests.npy")[keep][stays])
+    save_array(folder / f"{name}.kept.npy", np.load(folder / f"{name}.digests.npy")[keep][stays])
     counts = {
         "kept": int(stays.sum()),
         "dropped": {"length": int(long.sum()), "ratio": int(uneven.sum())},

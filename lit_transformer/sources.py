@@ -22,7 +22,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol, get_args
 
-from lit_transformer.remote import SACREBLEU, NotFetched, fetch_dataset, parquet_files, parquet_pairs, test_set_files
+from lit_transformer.remote import SACREBLEU, fetch_dataset, is_on_the_hub, parquet_files, parquet_pairs, test_set_files
 
 SPLITS = ("train", "valid", "test")
 BIBLES = {"de": "e", "en": "3", "fr": "l"}  # Elberfelder 1932, Bible in Basic English, Segond
@@ -305,7 +305,9 @@ def fetch(config: CorpusConfig, say: Callable[[str], None]) -> None:
     if config.source == "wmt14":
         try:
             parquet_files(config.dataset, *languages)
-        except NotFetched:
+        except ValueError:
+            if not is_on_the_hub(config.dataset):
+                raise
             say(f"corpus: fetching {config.dataset}")
             fetch_dataset(config.dataset, *languages)
     for split in SPLITS[1:]:

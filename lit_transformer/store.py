@@ -146,7 +146,7 @@ class SplitWriter:
             limits = np.iinfo(self.dtype)
             if len(flat) and not (limits.min <= flat.min() and flat.max() <= limits.max):
                 raise OverflowError(f"ids from {flat.min()} to {flat.max()} in a store of {limits.dtype}")
-            flat.astype(self.dtype).tofile(self._files[side])
+            self._files[side].write(flat.astype(self.dtype).data)
             self._lengths[side].append(lengths)
 
     def close(self) -> None:
@@ -155,13 +155,20 @@ class SplitWriter:
             self._files[side].close()
             raw = self.folder / f"{self.split}.{side}.raw"
             ends = np.cumsum(np.concatenate([np.zeros(0, np.int64), *self._lengths[side]]))
-            np.save(self.folder / f"{self.split}.{side}.ends.npy", ends)
+            save_array(self.folder / f"{self.split}.{side}.ends.npy", ends)
             with open(self.folder / f"{self.split}.{side}.npy", "wb") as file:
                 header = {"descr": np.dtype(self.dtype).str, "fortran_order": False}
                 np.lib.format.write_array_header_1_0(file, {**header, "shape": (int(ends[-1]) if len(ends) else 0,)})
                 with open(raw, "rb") as tokens:
                     shutil.copyfileobj(tokens, file, 1 << 24)
             raw.unlink()
+
+
+def save_array(path: Path, array: np.ndarray) -> None:
+    """One dimension as .npy; numpy's own `save` does not say that a disk is full."""
+    with open(path, "wb") as file:
+        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+        file.write(array.data)
 
 
 def join_splits(source: Path, names: Sequence[str], folder: Path, split: str) -> None:
@@ -172,14 +179,14 @@ def join_splits(source: Path, names: Sequence[str], folder: Path, split: str) ->
             part = np.load(source / f"{name}.{side}.ends.npy")
             ends.append(part + size)
             size += int(part[-1]) if len(part) else 0
-        np.save(folder / f"{split}.{side}.ends.npy", np.concatenate(ends))
+        save_array(folder / f"{split}.{side}.ends.npy", np.concatenate(ends))
         with open(folder / f"{split}.{side}.npy", "wb") as file:
             for number, name in enumerate(names):
                 tokens = np.load(source / f"{name}.{side}.npy")
                 if not number:
                     header = {"descr": tokens.dtype.str, "fortran_order": False, "shape": (size,)}
                     np.lib.format.write_array_header_1_0(file, header)
-                tokens.tofile(file)
+                file.write(tokens.data)
 
 
 def write_text(folder: Path, split: str, side: str, lines: Iterable[str]) -> None:

@@ -65,13 +65,13 @@ def departures(ours: Mapping[str, Any], base: Mapping[str, Any], tgt_lang: str) 
     return nearer, found[nearer]
 
 
-def to_markdown(record: Mapping[str, Any], base: Mapping[str, Any], pairs: int) -> str:
+def to_markdown(record: Mapping[str, Any], base: Mapping[str, Any], trained: str) -> str:
     """The table with what it was made from.
 
     Args:
         record: what test.json says.
         base: the paper's recipe of base, with names as in `record["recipe"]`.
-        pairs: of the training text.
+        trained: on what, in words.
     """
     tested, training = record["test_set"], record["training"]
     comparable = tested["table2"]
@@ -96,7 +96,7 @@ def to_markdown(record: Mapping[str, Any], base: Mapping[str, Any], pairs: int) 
         f"chrF {record['chrf']['score']:.2f} ({record['chrf']['signature']}); perplexity {_perplexity(record)} per "
         f"subword of {record['vocab_size']:,}, unsmoothed.",
         f"Nearest to the paper's {nearer}; differs from it in: {', '.join(differs) or 'none of the fields compared'}.",
-        f"Trained on {pairs:,} pairs"
+        trained
         + (f"; the paper on {PAIRS[tested['tgt_lang']]} of WMT14, which is not checked." if comparable else "."),
         *_cost(training, by_time, record["updates"]),
     ]

@@ -193,7 +193,7 @@ def test_what_a_folder_lacks_is_named(wmt, tmp_path):
     assert "holds de-en, and neither fr-en nor en-fr" in refused(wmt, root, tgt_lang="fr")
     assert "no such folder; it must hold de-en/train-*.parquet" in refused(tmp_path / "nowhere", root)
     (wmt / "de-en/train-00000-of-00002.parquet").unlink()
-    assert "holds 1 of the 2 files train-*-of-00002.parquet" in refused(wmt, root)
+    assert "lacks train-00000-of-00002.parquet beside 1 of the 2 files" in refused(wmt, root)
     (wmt / "de-en/validation-00000-of-00001.parquet").unlink()
     (wmt / "de-en/train-00001-of-00002.parquet").rename(wmt / "de-en/train-00000-of-00001.parquet")
     assert "holds no validation-*.parquet" in refused(wmt, root)

@@ -103,7 +103,7 @@ def test_other_text_needs_a_name_of_its_own(run, tmp_path, capsys):
     capsys.readouterr()
     assert asked("test", run, *other_text(tmp_path)) == 1
     error = capsys.readouterr().err.splitlines()[-1]
-    assert f"error: {run / 'test.json'} holds the scores of other text" in error
+    assert f"error: this text is not the one that {run} was trained with" in error
     assert "--name" in error
     assert (run / "test.json").read_bytes() == before
     assert asked("test", run, *other_text(tmp_path), "--name", "words") == 0

@@ -129,7 +129,7 @@ def rows(text):
 
 @pytest.mark.parametrize(("tgt_lang", "column", "flops"), [("de", EN_DE, EN_DE_FLOPS), ("fr", EN_FR, EN_FR_FLOPS)])
 def test_the_papers_rows_stand_above_ours_each_bleu_in_its_own_column(tgt_lang, column, flops):
-    head, *published, ours = rows(to_markdown(record(tgt_lang), BASE, 4_500_000))
+    head, *published, ours = rows(to_markdown(record(tgt_lang), BASE, "Trained on 4,500,000 pairs"))
     assert head == ["model", "BLEU, compounds split", "sacreBLEU", "FLOPs by time", "FLOPs counted"]
     expected = zip(MODELS, column, flops, strict=True)
     assert published == [[m, b, "", f.replace("-", ""), ""] for m, b, f in expected if b != "-"]
@@ -137,7 +137,7 @@ def test_the_papers_rows_stand_above_ours_each_bleu_in_its_own_column(tgt_lang, 
 
 
 def test_what_it_was_made_from_stands_below():
-    text = to_markdown(record(recipe=BASE | {"averaged": 1}), BASE, 4_468_840)
+    text = to_markdown(record(recipe=BASE | {"averaged": 1}), BASE, "Trained on 4,468,840 pairs")
     for words in (
         "# newstest2014, English to German",
         "3,003 sentences, references a23c8a6312fea541",
@@ -149,12 +149,12 @@ def test_what_it_was_made_from_stands_below():
     ):
         assert words in text
     assert "41.0" not in text
-    assert "its 41.8 of big is 41.0" in to_markdown(record("fr"), BASE, 36_000_000)
-    assert "differs from it in: none of the fields compared" in to_markdown(record(), BASE, 1)
+    assert "its 41.8 of big is 41.0" in to_markdown(record("fr"), BASE, "Trained on 36,000,000 pairs")
+    assert "differs from it in: none of the fields compared" in to_markdown(record(), BASE, "Trained on 1 pairs")
 
 
 def test_another_set_stands_alone_and_says_why():
-    text = to_markdown(record("cs"), BASE, 10)
+    text = to_markdown(record("cs"), BASE, "Trained on 10 pairs")
     assert len(rows(text)) == 2
     assert "# Test set, English to cs" in text
     assert "The paper's rows are left out, as Table 2 is of newstest2014 from English: why it is not." in text
@@ -162,11 +162,11 @@ def test_another_set_stands_alone_and_says_why():
 
 
 def test_what_is_not_known_is_blank_and_says_why():
-    text = to_markdown(record(training=None), BASE, 10)
+    text = to_markdown(record(training=None), BASE, "Trained on 10 pairs")
     assert rows(text)[-1][3:] == ["", ""]
     assert "FLOPs are blank: no result.json says what a training of 100,000 updates took" in text
     on_a_cpu = P100 | {"device": "CPU", "flops_by_time": None}
-    text = to_markdown(record(training=on_a_cpu, perplexity=None), BASE, 10)
+    text = to_markdown(record(training=on_a_cpu, perplexity=None), BASE, "Trained on 10 pairs")
     assert rows(text)[-1][3:] == ["", "9.6e17"]
     assert "blank for CPU, for which it gives none" in text
     assert "perplexity beyond all bounds" in text
@@ -174,6 +174,6 @@ def test_what_is_not_known_is_blank_and_says_why():
 
 def test_without_the_papers_file_that_is_said(monkeypatch):
     monkeypatch.setattr("lit_transformer.table2.read_table2", dict)
-    text = to_markdown(record(), BASE, 10)
+    text = to_markdown(record(), BASE, "Trained on 10 pairs")
     assert len(rows(text)) == 2
     assert "results/paper\\_table2.csv is not beside the package" in text
