@@ -178,3 +178,40 @@ def test_newstest2014_stands_beside_the_paper(tmp_path, capsys):
     assert "| Transformer (base) | 27.3 |  | 3.3e18 |  |" in table
     assert f"| {found['compound_split_bleu']['score']:.2f} | {found['bleu']['score']:.2f} |" in table
     assert "beam\\_size = 1 (4)" in table
+
+
+# What must not be taken from the command instead of the run
+
+
+def test_the_row_is_of_the_runs_own_recipe_whatever_keys_the_command_has(run):
+    assert asked("test", run) == 0
+    before = json.loads((run / "test.json").read_text())["recipe"]
+    assert asked("test", run, "--model.label_smoothing", 0.3, "--model.dropout", 0.5) == 0
+    assert json.loads((run / "test.json").read_text())["recipe"] == before
+
+
+def test_another_preparation_does_not_say_what_was_trained_on(run, tmp_path):
+    assert asked("test", run) == 0
+    assert "- Trained on " in (run / "table2.md").read_text()
+    assert "another preparation" not in (run / "table2.md").read_text()
+    assert asked("test", run, *other_text(tmp_path), "--name", "words") == 0
+    text = (run / "table2.words.md").read_text()
+    assert "another preparation than the one with this test set" in text
+    assert "pairs hold a sentence of this validation or test set" in text
+
+
+def test_another_runs_checkpoint_is_refused_though_its_text_is_the_same(run, tmp_path, capsys):
+    config = json.loads((run.parent / "run.yaml").read_text())
+    config["model"]["label_smoothing"] = 0.0
+    config["run"]["dir"] = str(tmp_path / "other")
+    (tmp_path / "other.yaml").write_text(json.dumps(config))
+    assert asked("fit", "--config", tmp_path / "other.yaml") == 0
+    _, checkpoint = list_checkpoints(tmp_path / "other/checkpoints")[-1]
+    assert asked("test", run, "--checkpoint", checkpoint) == 1
+    assert "is not of this run: its model.label_smoothing is another one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["average-2", "beam-1", "step-00000004", "sentences-3", "alpha-1"])
+def test_a_name_that_other_options_make_is_refused(run, name, capsys):
+    assert asked("test", run, "--name", name) == 1
+    assert f"--name {name!r}" in capsys.readouterr().err
