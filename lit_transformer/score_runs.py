@@ -52,7 +52,8 @@ def evaluate_command(split: str, args: Sequence[str]) -> int:
     cli.datamodule.setup("test")
     name = _name(command, options)
     own = saved["TranslationDataModule"]["data"]
-    if cli.datamodule.store and cli.datamodule.store.fingerprint != own and not options.name:
+    has_its_own = split in ExperimentCLI(saved_config(run), command, build=False).datamodule.corpus.splits()
+    if cli.datamodule.store and cli.datamodule.store.fingerprint != own and has_its_own and not options.name:
         raise ValueError(
             f"this text is not the one that {run} was trained with (data = {cli.datamodule.store.fingerprint}, there "
             f"{own}): give it a --name, which becomes part of the files' names"
