@@ -226,6 +226,7 @@ WRONG = {
     "no updates": (["--trainer.max_steps", "0"], ["trainer.max_steps = 0"]),
     "unending": (["--trainer.max_steps", "-1"], ["trainer.max_steps = -1"]),
     "no logging": (["--trainer.log_every_n_steps", "0"], ["trainer.log_every_n_steps = 0"]),
+    "no nodes": (["--trainer.num_nodes", "0"], ["trainer.num_nodes = 0"]),
     "no checkpoints": (["--run.checkpoint_every", "0"], ["run.checkpoint_every = 0"]),
     "checkpoints by updates and by the clock": (
         ["--run.checkpoint_every", "5", "--run.checkpoint_minutes", "10"],
