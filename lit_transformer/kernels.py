@@ -19,17 +19,24 @@ from torch.nn import functional as F
 
 from lit_transformer.tokenizer import PAD_ID
 
-PIECE = 1 << 22  # logits of one piece of the vocabulary loss on a CPU: 16 MiB, which its caches hold
-PIECE_ON_GPU = 1 << 27
-LEAST_ROWS = 64  # for products of such pieces to be fast
+ROWS = 256  # of one piece of the vocabulary loss on a CPU: enough for fast products, few enough for its caches
+PIECE_ON_GPU = 1 << 27  # logits
 
 
-def _plain_cpu(*tensors: Tensor) -> bool:
+def plain_cpu(*tensors: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")
         and all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in tensors)
     )
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
+    """max(0, x W' + b) of x [N, D] and a weight [O, D], by oneDNN on a CPU; autograd does not know it there."""
+    if plain_cpu(x, weight) and torch.backends.mkldnn.is_available():
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "relu" if relu else "none", [], "")
+    y = F.linear(x, weight, bias)
+    return y.relu_() if relu else y
 
 
 def _mask(x: Tensor, p: float) -> tuple[Tensor, float]:
@@ -48,7 +55,7 @@ def _mask(x: Tensor, p: float) -> tuple[Tensor, float]:
 
 def dropout(x: Tensor, p: float, training: bool) -> Tensor:
     """Section 5.4: elements become zero with probability p, the others are divided by 1 - p."""
-    if not training or not p or not _plain_cpu(x):
+    if not training or not p or not plain_cpu(x):
         return F.dropout(x, p, training)
     mask, scale = _mask(x, p)
     return x * mask.mul_(scale)
@@ -56,7 +63,7 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
 
 def add_dropped(x: Tensor, y: Tensor, p: float, training: bool) -> Tensor:
     """x + Dropout(y), in one pass on a CPU."""
-    if not training or not p or not _plain_cpu(x, y):
+    if not training or not p or not plain_cpu(x, y):
         return x + F.dropout(y, p, training)
     mask, scale = _mask(y, p)
     return torch.addcmul(x, y, mask.mul_(scale))
@@ -93,17 +100,21 @@ class _VocabularyLosses(torch.autograd.Function):
         dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, len(x), rows):
             part, ids = x[start : start + rows], targets[start : start + rows].unsqueeze(1)
-            log_probs = F.log_softmax(F.linear(part, weight).float(), dim=-1)
+            logits = product(part, weight).float()
             real = ids != PAD_ID
-            right = -(log_probs.gather(1, ids) * real).sum()
-            nll = nll + right
-            loss = loss + (1 - eps) * right - (eps / size * (log_probs.sum(1, keepdim=True) * real).sum() if eps else 0)
+            # One pass of exponentials: the largest share tells their sum, log_sum is that of exp(logits - top).
+            top, right, mean = logits.amax(1, keepdim=True), logits.gather(1, ids), logits.mean(1, keepdim=True)
+            change = logits.softmax(1)
+            log_sum = -change.amax(1, keepdim=True).log()
+            part_nll = ((top - right + log_sum) * real).sum()
+            nll = nll + part_nll
+            loss = loss + (1 - eps) * part_nll + eps * ((top - mean + log_sum) * real).sum()
             if wanted:
                 # d loss / d logits = softmax - (1 - eps) [target] - eps / V
-                change = log_probs.exp_().sub_(eps / size)
+                change.sub_(eps / size)
                 change.scatter_add_(1, ids, change.new_full((1, 1), eps - 1).expand_as(ids))
                 change = change.mul_(real).to(weight.dtype)
-                dx[start : start + rows] = change @ weight
+                dx[start : start + rows] = product(change, weight.t())
                 if dweight.dtype == part.dtype == change.dtype and not torch.is_autocast_enabled(x.device.type):
                     dweight.addmm_(change.t(), part)
                 else:
@@ -122,15 +133,15 @@ def vocabulary_losses(x: Tensor, weight: Tensor, targets: Tensor, label_smoothin
     """`token_losses` of the logits x W', of which only a piece stands in memory at a time.
 
     Args:
-        x: [B, T, D].
+        x: [N, D].
         weight: the output matrix [V, D].
-        targets: ids [B, T].
+        targets: ids [N].
     """
     half = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) == torch.float16
     if half or torch.compiler.is_compiling():  # float16's gradients need the scaled loss; the compiler fuses by itself
         return token_losses(F.linear(x, weight), targets, label_smoothing)
-    rows = max(LEAST_ROWS, (PIECE if x.device.type == "cpu" else PIECE_ON_GPU) // len(weight))
-    return _VocabularyLosses.apply(x.flatten(0, 1), weight, targets.flatten(), label_smoothing, rows)
+    rows = ROWS if x.device.type == "cpu" else max(ROWS, PIECE_ON_GPU // len(weight))
+    return _VocabularyLosses.apply(x, weight, targets, label_smoothing, rows)
 
 
 @functools.cache

@@ -149,8 +149,12 @@ class LayerCache:
         return self._keys[:, :, : position + 1].flatten(2, 3), self._values[:, :, : position + 1].flatten(2, 3)
 
     def select(self, sentences: Tensor) -> None:
-        self._keys, self._values = self._keys[sentences], self._values[sentences]
-        self.cross_keys, self.cross_values = self.cross_keys[sentences], self.cross_values[sentences]
+        """Sentence i becomes what number sentences[i] was; only those that are not in their place are copied."""
+        moved = (sentences != torch.arange(len(sentences), device=sentences.device)).nonzero()[:, 0]
+        for name in ("_keys", "_values", "cross_keys", "cross_values"):
+            room = getattr(self, name)
+            room[moved] = room[sentences[moved]]
+            setattr(self, name, room[: len(sentences)])
 
 
 def _written(room: Tensor, new: Tensor, position: int, width: int) -> Tensor:

@@ -37,6 +37,10 @@ class Memory:
         return self.weights + self.gradients + self.moments + self.activations + self.temporaries
 
 
+class _Layers(Transformer):
+    """Goes through its layers on a CPU too, as it does on a card."""
+
+
 def memory(
     config: TransformerConfig, label_smoothing: float, rows: int, src_width: int, tgt_width: int, bf16: bool
 ) -> Memory:
@@ -47,7 +51,7 @@ def memory(
         bf16: precision "bf16-mixed" instead of "32-true"; weights, gradients and moments are in float32 with both.
     """
     with FakeTensorMode():
-        model = Transformer(config).train()
+        model = _Layers(config).train()
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)  # as in every update but the first
         weights = sum(parameter.nbytes for parameter in model.parameters())

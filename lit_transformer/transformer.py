@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lit_transformer import fused
 from lit_transformer.config import TransformerConfig
 from lit_transformer.kernels import dropout, vocabulary_losses
 from lit_transformer.layers import DecoderLayer, DecoderState, EncoderLayer, LayerCache
@@ -134,10 +135,22 @@ class Transformer(nn.Module):
         Returns:
             Logits [B, T, V]; with targets what `kernels.token_losses` returns of them.
         """
+        # Not where another class, a sharded one too, has something to say about how layers are called.
+        if tgt_out is not None and type(self) is Transformer and fused.suits(self.encoder, self.decoder):
+            x = self._states(src, tgt_in)
+            return vocabulary_losses(x, self.embedding.weight, fused.as_rows(tgt_out, PAD_ID), label_smoothing)
         x = self.decode(tgt_in, self.encode(src), self.memory_mask(src))
         if tgt_out is None:
             return self._project(x)
-        return vocabulary_losses(x, self.embedding.weight, tgt_out, label_smoothing)
+        return vocabulary_losses(x.flatten(0, 1), self.embedding.weight, tgt_out.flatten(), label_smoothing)
+
+    def _states(self, src: Tensor, tgt_in: Tensor) -> Tensor:
+        """`decode` of `encode` on a CPU: [B, S], [B, T] -> rows of the decoder's states [R, D]."""
+        mask = fused.padding_mask(self.memory_mask(src))
+        x = fused.as_rows(self._embed(src, "src_positions"))
+        memory = self.encoder_norm(fused.encoded(self.encoder, x, src.shape, mask))
+        x = fused.as_rows(self._embed(tgt_in, "tgt_positions"))
+        return self.decoder_norm(fused.decoded(self.decoder, x, tgt_in.shape, memory, src.shape, mask))
 
     def _decoder_layers(self) -> Iterable[DecoderLayer]:
         return cast(Iterable[DecoderLayer], self.decoder)  # torch types a ModuleList's members as any module

@@ -1,6 +1,7 @@
 """`sweep plan`: what it counts is what a real `fit` records, what it measures is what such a run would do."""
 
 import json
+import math
 import types
 from dataclasses import replace
 
@@ -144,14 +145,17 @@ def test_memory_on_a_cpu_against_a_hand_count(studied, dropout, layers):
     (row,) = rows_of(bench)
     opened = Text(data_of(bench))
     ids = opened.largest(1, 4)
-    s, t = (len(ids) * int(lengths[ids].max()) for lengths in (opened.plan.src_lengths, opened.plan.tgt_lengths))
+    longest_s, longest_t = (int(lengths[ids].max()) for lengths in (opened.plan.src_lengths, opened.plan.tgt_lengths))
+    s, t = len(ids) * longest_s, len(ids) * longest_t
+    rows_s, rows_t = (math.ceil(n / 64) * 64 for n in (s, t))
     d, d_ff, heads, width = 16, 32, 2, 16  # width: of all heads together
     norm, feed_forward, drop = d + 2, d + d_ff, d * (dropout > 0)  # input, mean and deviation; input and inner; mask
-    # Attention keeps queries, keys, values, result, a logarithm for each head and query, and a mask where it has one.
-    encoder = s * (d + 4 * width + heads + 1 + feed_forward + 2 * (norm + drop))
-    decoder = t * (2 * (d + heads) + 6 * width + feed_forward + 3 * (norm + drop)) + s * (2 * width + 1)
+    # Attention keeps its input, queries, keys, values, the softmax and the result.
+    encoder = rows_s * (d + width + feed_forward + 2 * (norm + drop)) + s * (3 * width + heads * longest_s)
+    decoder = rows_t * (2 * (d + width) + feed_forward + 3 * (norm + drop))
+    decoder += t * (4 * width + heads * (longest_t + longest_s)) + s * 2 * width
     # Memory; of the loss, which makes them beside it, the gradients of the output matrix and of its input.
-    ends = s * (d + drop) + t * (d + drop) + 300 * d
+    ends = rows_s * d + s * drop + rows_t * d + t * drop + 300 * d
     ids_and_counts = 8 * (s + t) + 8  # source and target ids, the update's tokens
     activations = 4 * (layers * (encoder + decoder) + ends) + ids_and_counts
     assert row.speed.memory == 4 * 4 * row.parameters + activations

@@ -1,0 +1,136 @@
+"""The fused training pass beside the same model's plain layers, which test_transformer.py holds to the equations."""
+
+import pytest
+import torch
+
+from lit_transformer import fused
+from lit_transformer.kernels import vocabulary_losses
+from lit_transformer.tokenizer import EOS_ID, PAD_ID
+from lit_transformer.transformer import Transformer, TransformerConfig
+
+VOCAB = 50
+VARIANTS = {
+    "three heads": {},
+    "d_k < d_v, learned": {"d_k": 2, "d_v": 5, "position": "learned", "max_positions": 200},
+    "one head, d_k > d_v": {"num_heads": 1, "d_k": 7, "d_v": 3},
+    "pre-norm, unscaled, no positions": {"norm": "pre", "scale_attention": False, "position": "none"},
+}
+
+
+def build(dtype=torch.float32, dropout=0.0, **changes):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "num_layers": 2, "d_model": 12, "d_ff": 17, "num_heads": 3}
+    model = Transformer(TransformerConfig(**{**sizes, "dropout": dropout, **changes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.to(dtype)
+
+
+def ids(rows, length, shortest):
+    found = torch.randint(EOS_ID + 1, VOCAB, (rows, length))
+    for row, end in enumerate(torch.linspace(shortest, length, rows).long().tolist()):
+        found[row, end:] = PAD_ID
+    return found
+
+
+def batch(rows=9, src=20, tgt=23, shortest=3):
+    torch.manual_seed(1)
+    targets = ids(rows, tgt, shortest)
+    return ids(rows, src, shortest), targets.roll(1, 1), targets
+
+
+def in_layers(model, src, tgt_in, tgt_out, eps):
+    x = model.decode(tgt_in, model.encode(src), model.memory_mask(src))
+    return vocabulary_losses(x.flatten(0, 1), model.embedding.weight, tgt_out.flatten(), eps)
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("shape", [{}, {"src": 120}, {"tgt": 120}, {"rows": 64, "shortest": 20, "tgt": 20}])
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
+def test_losses_and_gradients_are_those_of_the_layers(variant, shape):
+    model, exact = build(**variant), build(torch.float64, **variant)
+    given = batch(**shape)
+    assert fused.suits(model.encoder, model.decoder)
+    assert not fused.suits(exact.encoder, exact.decoder)
+    loss, nll = model(*given, 0.1)
+    expected = in_layers(exact, *given, 0.1)
+    torch.testing.assert_close(loss.double(), expected[0].double(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(nll.double(), expected[1].double(), rtol=1e-5, atol=0)
+    mine, theirs = gradients(model, loss), gradients(exact, expected[0])
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(
+            mine[name].double(), gradient, rtol=1e-3, atol=2e-5 * gradient.abs().max().item(), msg=name
+        )
+
+
+@pytest.mark.parametrize("filler", [0, 3, 63])
+def test_filler_changes_nothing(monkeypatch, filler):
+    """Rows are filled up to any number: neither losses nor gradients notice."""
+    model, given = build(), batch()
+    monkeypatch.setattr(fused, "STEP", 1)
+    alone = model(*given, 0.1)[0]
+    plain = gradients(model, alone)
+    monkeypatch.setattr(fused, "STEP", given[0].numel() * given[2].numel() + filler)
+    loss = model(*given, 0.1)[0]
+    torch.testing.assert_close(loss, alone)
+    for name, gradient in gradients(model, loss).items():
+        torch.testing.assert_close(gradient, plain[name], rtol=1e-4, atol=1e-5 * plain[name].abs().max().item())
+
+
+def test_a_batch_of_padding_alone_has_no_loss_and_finite_gradients():
+    model = build()
+    empty = torch.full((1, 1), PAD_ID)
+    loss, _ = model(empty, empty, empty, 0.1)
+    assert loss.item() == 0.0
+    assert all(not gradient.any() for gradient in gradients(model, loss).values())
+
+
+def test_dropout_is_drawn_and_a_seed_repeats_it():
+    model, given = build(dropout=0.3).train(), batch()
+    losses = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        losses.append(model(*given, 0.1)[0].item())
+    assert losses[0] == losses[1] != losses[2]
+    assert model.eval()(*given, 0.1)[0].item() != losses[0]
+
+
+def test_hooks_on_layers_are_called():
+    model, given = build(), batch()
+    expected, seen = model(*given, 0.1)[0], []
+    hooks = [
+        model.encoder[1].self_attention.w_o.register_forward_hook(lambda *_: seen.append("w_o")),
+        model.decoder[0].register_forward_pre_hook(lambda *_: seen.append("layer")),
+    ]
+    torch.testing.assert_close(model(*given, 0.1)[0], expected)
+    assert seen == ["w_o", "layer"]
+    for hook in hooks:
+        hook.remove()
+    model(*given, 0.1)
+    assert seen == ["w_o", "layer"]
+
+
+def test_a_model_of_another_class_keeps_its_own_way():
+    class Other(Transformer):
+        def encode(self, src):
+            return super().encode(src) * 2
+
+    model, given = build(), batch()
+    other = Other(model.config)
+    other.load_state_dict(model.state_dict())
+    x = other.decode(given[1], model.encode(given[0]) * 2, model.memory_mask(given[0]))
+    expected = vocabulary_losses(x.flatten(0, 1), model.embedding.weight, given[2].flatten(), 0.1)[0]
+    torch.testing.assert_close(other(*given, 0.1)[0], expected)
+
+
+def test_other_precisions_are_left_to_torch():
+    model, given = build(), batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not fused.suits(model.encoder, model.decoder)
+        assert model(*given, 0.1)[0].isfinite()
