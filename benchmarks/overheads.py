@@ -6,7 +6,13 @@ python benchmarks/overheads.py --size mini        about 5 minutes
 from __future__ import annotations
 
 import argparse
+import gc
+import json
+import os
+import random
 import resource
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -14,24 +20,31 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from contest import WORK, Clock, machine, report, table
 from lightning.pytorch.loggers import CSVLogger
 from torch.profiler import ProfilerActivity, profile
-from work import SIZES, MadeData, made_store
+from work import EOS_ID, SIZES, SPECIAL, MadeData, copying_model, lengths, made_store
 
 from lit_transformer.callbacks import Checkpoints, Progress
 from lit_transformer.cli import TrainerConfig
-from lit_transformer.data import TrainingBatches
-from lit_transformer.module import LitTransformer
+from lit_transformer.data import EvaluationBatches, TrainingBatches
+from lit_transformer.decode import search_all
+from lit_transformer.kernels import keep_memory
+from lit_transformer.module import LitTransformer, sentence_nll
 
 WARM = 3
-# Names of torch's operations; attention's products are inside its kernels.
+PROFILED = 3
+ROUNDS = 3
+# Names of torch's operations, or parts of names without a colon.
 KINDS = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "mkldnn::_linear_pointwise"),
-    "attention": ("scaled_dot_product",),
-    "dropout": ("aten::random_", "aten::ge", "aten::addcmul", "aten::mul", "aten::bernoulli_"),
-    "softmax and loss": ("log_softmax", "aten::exp_", "aten::gather", "aten::scatter_add_", "aten::sub_"),
+    "softmax, of attention and loss": ("softmax", "aten::exp_", "aten::amax", "aten::gather", "aten::scatter_add_"),
+    "dropout, scales": ("aten::random_", "aten::ge", "aten::addcmul", "aten::mul", "aten::mul_"),
+    "layer norm": ("layer_norm",),
+    "copies, filling": ("aten::copy_", "aten::cat", "aten::fill_", "aten::constant_pad_nd"),
+    "sums, ReLU": ("aten::add", "aten::add_", "aten::sum", "aten::threshold_backward"),
     "optimiser": ("_fused_adam", "_foreach", "Optimizer"),
 }
 
@@ -69,6 +82,9 @@ def plain(data: MadeData, size: dict[str, int], updates: int) -> tuple[float, fl
     assert data.store is not None
     batches = TrainingBatches(data.store, data.plan, data.max_tokens, 1, 0, 1)
     model = LitTransformer(**size).model.train()
+    keep_memory()
+    gc.collect()
+    gc.freeze()
     adam = torch.optim.Adam(model.parameters(), lr=1e-4, betas=(0.9, 0.98), eps=1e-9, fused=True)
 
     def step(k: int) -> float:
@@ -87,7 +103,8 @@ def plain(data: MadeData, size: dict[str, int], updates: int) -> tuple[float, fl
     making = sum(step(WARM + k) for k in range(updates))
     seconds = clock.read()["cpu"] / updates
     with profile(activities=[ProfilerActivity.CPU]) as found:
-        step(WARM + updates)
+        for k in range(PROFILED):
+            step(WARM + updates + k)
     return seconds, making / updates, found
 
 
@@ -110,6 +127,10 @@ def alone(code: str) -> list[float]:
 
 
 def measure(code: str) -> None:
+    if code == "imports":
+        return
+    if code.startswith("start"):
+        return start(code.split(",")[1])
     size, layers, tokens, pairs = code.split(",")
     shape = SIZES[size] | ({"num_layers": int(layers)} if int(layers) else {})
     folder = WORK / f"store-{size}-{pairs}"
@@ -117,6 +138,67 @@ def measure(code: str) -> None:
         made_store(folder, shape["vocab_size"], int(pairs))
     seconds = fitted(MadeData(folder, shape["vocab_size"], int(tokens)), shape, 3)
     print(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
+def start(folder: str) -> None:
+    """`fit` until its first forward pass."""
+    from lit_transformer.__main__ import main as command
+
+    def first(*_: Any) -> None:
+        os._exit(0)
+
+    LitTransformer.training_step = first  # type: ignore[method-assign, assignment]
+    command(["fit", "--config", f"{folder}/run.yaml"])
+
+
+def start_up(size: str) -> list[tuple[str, float]]:
+    """Seconds of imports alone, of `fit`'s first start with its text, and of one that finds it prepared."""
+    folder = WORK / "start"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    rng = random.Random(1)
+    words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 9))) for _ in range(3000)]
+    for name, lines in (("train", 20_000), ("valid", 500)):
+        for side in ("src", "tgt"):
+            text = (" ".join(rng.choices(words, k=rng.randint(3, 30))) for _ in range(lines))
+            (folder / f"{name}.{side}").write_text("\n".join(text) + "\n")
+    files = {name: [str(folder / f"{name}.{side}") for side in ("src", "tgt")] for name in ("train", "valid")}
+    data = {"source": "files", "src_lang": "en", "tgt_lang": "de", "root": str(folder / "data"), "vocab_size": 2000}
+    run = {"data": data | files, "model": {**SIZES[size]}, "run": {"dir": str(folder / "run")}}
+    del run["model"]["vocab_size"]
+    run["trainer"] = {"accelerator": "cpu", "devices": 1, "max_steps": 10}
+    (folder / "run.yaml").write_text(json.dumps(run))
+    found = []
+    for name, code in (
+        ("imports alone", "imports"),
+        ("`fit` on 20,000 new pairs, to its first batch", f"start,{folder}"),
+        ("`fit` on prepared text, to its first batch", f"start,{folder}"),
+    ):
+        clock = Clock()
+        subprocess.run([sys.executable, __file__, "--measure", code], check=True, capture_output=True)
+        found.append((name, clock.read()["wall"]))
+    return found
+
+
+def validation(data: MadeData, size: dict[str, int], update: float) -> dict[str, float]:
+    """Seconds of validating 3,000 sentences and of decoding 500 of them, as shares of training with base's settings."""
+    assert data.store is not None
+    model = LitTransformer(**size).model.eval()
+    batches = EvaluationBatches(data.store, "valid", 0, 1)
+    clock = Clock()
+    with torch.no_grad():
+        for k in range(len(batches)):
+            batch = batches[k]
+            sentence_nll(model(batch.src, batch.tgt_in), batch.tgt_out)
+    scoring = clock.read()["cpu"] * 3000 / len(data.store.sentences("valid", "src"))
+    rng = np.random.default_rng(1)
+    some = [[*map(int, rng.integers(SPECIAL, size["vocab_size"], n - 1)), EOS_ID] for n in lengths(64, rng)[0]]
+    copying = copying_model(size)
+    clock = Clock()
+    search_all(copying, some)
+    decoding = clock.read()["cpu"] * 500 / 64
+    training = 1000 * update * 25_000 / 2_000  # from one validation to the next
+    return {"perplexity": scoring / training, "decoding": decoding / 5 / training}
 
 
 def main() -> None:
@@ -136,18 +218,27 @@ def main() -> None:
     made_store(folder, size["vocab_size"], 20_000)
     clock = Clock()
     data = MadeData(folder, size["vocab_size"], 2000)
-    whole = fitted(data, size, updates)
-    loop, making, found = plain(data, size, updates)
-    parts = shares(found)
+    rounds = [(fitted(data, size, updates), *plain(data, size, updates)) for _ in range(1 if given.quick else ROUNDS)]
+    whole, loop, making = (statistics.median(one[i] for one in rounds) for i in range(3))
+    parts = shares(rounds[-1][3])
+    beside = validation(data, size, whole)
     rows = [("a plain loop's step", f"{loop:.3f} s", f"{loop / whole:.1%}")]
     rows += [(f"... {kind}", "", f"{share * loop / whole:.1%}") for kind, share in parts.items()]
     rows += [
         ("... of it making the batch", f"{making * 1000:.1f} ms", f"{making / whole:.1%}"),
         ("Lightning, logging, callbacks, gradient norm", f"{whole - loop:.3f} s", f"{(whole - loop) / whole:.1%}"),
     ]
+    rows += [
+        (f"validation: {name}, beside 1,000 updates of 25,000 tokens", "", f"{share:.2%}")
+        for name, share in beside.items()
+    ]
     text = f"{machine(1)}; cpu time, {given.size} model, 2,000 target tokens an update.\n\n"
     text += table(["part of an update through `fit`", "time", "share"], rows)
-    values: dict[str, Any] = {"update": whole, "loop": loop, "batch": making, "shares": parts}
+    values: dict[str, Any] = {"update": whole, "loop": loop, "batch": making, "shares": parts, "validation": beside}
+    values["start"] = dict(start_up(given.size))
+    text += "\n\n" + table(
+        ["start", "seconds"], [(name, f"{seconds:.1f}") for name, seconds in values["start"].items()]
+    )
     if not given.quick:
         values["growth"] = {}
         lines = []
@@ -158,7 +249,7 @@ def main() -> None:
             ("512 tokens", f"{given.size},0,512,20000"),
             ("4,096 tokens", f"{given.size},0,4096,20000"),
             ("10,000 pairs", f"{given.size},0,2000,10000"),
-            ("1,000,000 pairs", f"{given.size},0,2000,1000000"),
+            ("4,000,000 pairs", f"{given.size},0,2000,4000000"),
         ):
             seconds, peak = values["growth"][name] = alone(code)
             lines.append((name, f"{seconds:.3f} s", f"{peak:,.0f} MiB"))

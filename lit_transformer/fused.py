@@ -27,12 +27,11 @@ HIDDEN = -1e30  # a score; its exponential is zero, and a row of nothing else is
 
 def suits(*stacks: nn.Module) -> bool:
     """On a CPU in float32, with no hook on a layer or on what it is made of: here they would not be called."""
+    if torch.compiler.is_compiling() or not torch.backends.mkldnn.is_available():
+        return False
     modules = [module for stack in stacks for module in stack.modules()]
-    return (
-        torch.backends.mkldnn.is_available()
-        and not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
-        and plain_cpu(*(module.weight for module in modules if isinstance(module, nn.LayerNorm)))
-    )
+    norms = (module.weight for module in modules if isinstance(module, nn.LayerNorm))
+    return plain_cpu(*norms) and not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 
 
 def as_rows(x: Tensor, value: float = 0) -> Tensor:
