@@ -18,20 +18,33 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lit_transformer.kernels import plain_cpu, product
-from lit_transformer.layers import DecoderLayer, EncoderLayer, FeedForward, MultiHeadAttention
+from lit_transformer.layers import DecoderLayer, EncoderLayer, FeedForward, Linear, MultiHeadAttention, Residual
 
 STEP = 64
 LONG = 96  # beyond it all heads' weights are not kept in memory
+# What the functions below stand for; a layer that is sharded, packed or somebody's own is of another class.
+WRITTEN = (
+    *(nn.ModuleList, nn.LayerNorm, nn.Identity, nn.ReLU),
+    *(EncoderLayer, DecoderLayer, MultiHeadAttention, FeedForward, Linear, Residual),
+)
 HIDDEN = -1e30  # a score; its exponential is zero, and a row of nothing else is no division by zero
 
 
 def suits(*stacks: nn.Module) -> bool:
-    """On a CPU in float32, with no hook on a layer or on what it is made of: here they would not be called."""
+    """On a CPU in float32, where nobody has a say in how a layer or a part of it is called: here they are not."""
     if torch.compiler.is_compiling() or not torch.backends.mkldnn.is_available():
         return False
     modules = [module for stack in stacks for module in stack.modules()]
     norms = (module.weight for module in modules if isinstance(module, nn.LayerNorm))
-    return plain_cpu(*norms) and not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+    return plain_cpu(*norms) and all(map(_as_written, modules))
+
+
+def _as_written(module: nn.Module) -> bool:
+    return (
+        type(module) in WRITTEN
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and "forward" not in vars(module)
+    )
 
 
 def as_rows(x: Tensor, value: float = 0) -> Tensor:

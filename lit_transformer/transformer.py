@@ -135,7 +135,7 @@ class Transformer(nn.Module):
         Returns:
             Logits [B, T, V]; with targets what `kernels.token_losses` returns of them.
         """
-        # Not where another class, a sharded one too, has something to say about how layers are called.
+        # Another class, a sharded model's too, may have its own way to encode and decode.
         if tgt_out is not None and type(self) is Transformer and fused.suits(self.encoder, self.decoder):
             x = self._states(src, tgt_in)
             return vocabulary_losses(x, self.embedding.weight, fused.as_rows(tgt_out, PAD_ID), label_smoothing)

@@ -5,6 +5,7 @@ import torch
 
 from lit_transformer import fused
 from lit_transformer.kernels import vocabulary_losses
+from lit_transformer.layers import FeedForward
 from lit_transformer.tokenizer import EOS_ID, PAD_ID
 from lit_transformer.transformer import Transformer, TransformerConfig
 
@@ -114,6 +115,26 @@ def test_hooks_on_layers_are_called():
         hook.remove()
     model(*given, 0.1)
     assert seen == ["w_o", "layer"]
+
+
+def test_a_part_of_somebodys_own_is_called():
+    model, given = build(), batch()
+    expected, seen = model(*given, 0.1)[0], []
+
+    class Own(FeedForward):
+        def forward(self, x):
+            seen.append("own")
+            return super().forward(x)
+
+    model.encoder[1].feed_forward = Own(12, 17)
+    assert not torch.equal(model(*given, 0.1)[0], expected)
+    assert seen == ["own"]
+
+    model = build()
+    attention = model.decoder[1].cross_attention
+    attention.forward = lambda *args, **options: seen.append("patched") or type(attention).forward(attention, *args)
+    torch.testing.assert_close(model(*given, 0.1)[0], expected)
+    assert seen == ["own", "patched"]
 
 
 def test_a_model_of_another_class_keeps_its_own_way():
