@@ -154,6 +154,14 @@ def speed_by(clock: str) -> Callable[[dict[str, Any]], float]:
     return lambda answer: answer["tokens"] / answer[clock]
 
 
+def peak_mib() -> int:
+    """This process's own; getrusage counts its parent's before it began."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) // 1024
+    raise RuntimeError("no VmHWM in /proc/self/status")
+
+
 def machine(threads: int) -> str:
     model = "unknown"
     with contextlib.suppress(OSError):

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import json
-import resource
 import sys
 import tempfile
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from contest import Clock, Turns, serve
+from contest import Clock, Turns, peak_mib, serve
 from lightning.pytorch.loggers import CSVLogger
 from work import MadeData, copying_model
 
@@ -44,8 +43,7 @@ class Told(pl.Callback):
         if step % self.updates == 0:
             seconds = self.clock.read()
             tokens = sum(self.data.plan.update(n).tgt_tokens for n in range(step - self.updates, step))
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-            self.turns.answer({**seconds, "tokens": tokens, "peak_mib": round(peak)})
+            self.turns.answer({**seconds, "tokens": tokens, "peak_mib": peak_mib()})
 
 
 def train(given: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ import gc
 import json
 import os
 import random
-import resource
 import shutil
 import statistics
 import subprocess
@@ -22,7 +21,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from contest import WORK, Clock, machine, report, table
+from contest import WORK, Clock, machine, peak_mib, report, table
 from lightning.pytorch.loggers import CSVLogger
 from torch.profiler import ProfilerActivity, profile
 from work import EOS_ID, SIZES, SPECIAL, MadeData, copying_model, lengths, made_store
@@ -83,7 +82,6 @@ def plain(data: MadeData, size: dict[str, int], updates: int) -> tuple[float, fl
     batches = TrainingBatches(data.store, data.plan, data.max_tokens, 1, 0, 1)
     model = LitTransformer(**size).model.train()
     keep_memory()
-    gc.collect()
     gc.freeze()
     adam = torch.optim.Adam(model.parameters(), lr=1e-4, betas=(0.9, 0.98), eps=1e-9, fused=True)
 
@@ -137,7 +135,7 @@ def measure(code: str) -> None:
     if not folder.is_dir():
         made_store(folder, shape["vocab_size"], int(pairs))
     seconds = fitted(MadeData(folder, shape["vocab_size"], int(tokens)), shape, 3)
-    print(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    print(seconds, peak_mib())
 
 
 def start(folder: str) -> None:
@@ -175,7 +173,9 @@ def start_up(size: str) -> list[tuple[str, float]]:
         ("`fit` on prepared text, to its first batch", f"start,{folder}"),
     ):
         clock = Clock()
-        subprocess.run([sys.executable, __file__, "--measure", code], check=True, capture_output=True)
+        # Not through pipes: the loader's workers, which outlive it for some seconds, would hold them open.
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        subprocess.run([sys.executable, __file__, "--measure", code], check=True, **quiet)
         found.append((name, clock.read()["wall"]))
     return found
 

@@ -233,7 +233,6 @@ class LitTransformer(pl.LightningModule):
 
     def on_train_start(self) -> None:
         # What was imported and built stays: the collector would walk over half a million objects again and again.
-        gc.collect()
         gc.freeze()
         self._start = time.monotonic()
         self.left_out = self.left_out.to(self.device)
