@@ -84,8 +84,8 @@ def main() -> None:
     text = (
         f"{machine(given.threads)}; {given.clock} time. "
         f"Beam 4, alpha 0.6, at most 50 tokens more than the source; a file is {number} "
-        f"sentences in their order, each contestant sorts them by length itself; medians over {given.rounds} rounds ({ROUNDS_OF_FILES} of files), "
-        "contestants in turn.\n\n" + "\n\n".join(texts)
+        f"sentences in their order, each contestant sorts them by length itself; medians over {given.rounds} rounds "
+        f"({min(given.rounds, ROUNDS_OF_FILES)} of files), contestants in turn.\n\n" + "\n\n".join(texts)
     )
     name = f"decoding-{given.size}" + (f"-{given.threads}threads" if given.threads > 1 else "")
     report(
