@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.nn.modules.module import _has_any_global_hook
 
 from lit_transformer.kernels import plain_cpu, product
 from lit_transformer.layers import DecoderLayer, EncoderLayer, FeedForward, Linear, MultiHeadAttention, Residual
@@ -36,15 +37,12 @@ def suits(*stacks: nn.Module) -> bool:
         return False
     modules = [module for stack in stacks for module in stack.modules()]
     norms = (module.weight for module in modules if isinstance(module, nn.LayerNorm))
-    return plain_cpu(*norms) and all(map(_as_written, modules))
+    return plain_cpu(*norms) and not _has_any_global_hook() and all(map(_as_written, modules))
 
 
 def _as_written(module: nn.Module) -> bool:
-    return (
-        type(module) in WRITTEN
-        and not (module._forward_hooks or module._forward_pre_hooks)
-        and "forward" not in vars(module)
-    )
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return type(module) in WRITTEN and not any(hooks) and "forward" not in vars(module)
 
 
 def as_rows(x: Tensor, value: float = 0) -> Tensor:

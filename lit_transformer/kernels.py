@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.flop_counter import register_flop_formula
 
 from lit_transformer.tokenizer import PAD_ID
 
@@ -37,6 +38,14 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = 
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "relu" if relu else "none", [], "")
     y = F.linear(x, weight, bias)
     return y.relu_() if relu else y
+
+
+if torch.backends.mkldnn.is_available():
+
+    @register_flop_formula(torch.ops.mkldnn._linear_pointwise)
+    def _product_flops(x_shape: torch.Size, weight_shape: torch.Size, *_: Any, **__: Any) -> int:
+        """For torch's FlopCounterMode, which knows only its own products."""
+        return 2 * math.prod(x_shape) * weight_shape[0]
 
 
 def _mask(x: Tensor, p: float) -> tuple[Tensor, float]:

@@ -115,6 +115,17 @@ def test_hooks_on_layers_are_called():
         hook.remove()
     model(*given, 0.1)
     assert seen == ["w_o", "layer"]
+    model.encoder[0].feed_forward[0].register_full_backward_hook(lambda *_: seen.append("backward"))
+    model(*given, 0.1)[0].backward()
+    assert seen == ["w_o", "layer", "backward"]
+
+
+def test_hooks_on_all_modules_are_called():
+    model, given, seen = build(), batch(), []
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+    model(*given, 0.1)
+    hook.remove()
+    assert seen.count("MultiHeadAttention") == 2 + 2 * 2
 
 
 def test_a_part_of_somebodys_own_is_called():

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from lit_transformer import kernels
-from lit_transformer.kernels import add_dropped, dropout, token_losses, vocabulary_losses
+from lit_transformer.kernels import add_dropped, dropout, product, token_losses, vocabulary_losses
 from lit_transformer.tokenizer import PAD_ID
 
 
@@ -16,6 +17,20 @@ def leaves(*shapes, dtype=torch.float32):
 
 def doubled(tensors):
     return [t.detach().double().requires_grad_() for t in tensors]
+
+
+# Products
+
+
+@pytest.mark.parametrize("relu", [False, True])
+def test_products_are_torchs_and_torch_counts_them(relu):
+    x, weight, bias = (t.detach() for t in leaves((70, 5), (9, 5), (9,)))
+    with FlopCounterMode(display=False) as counter:
+        found = product(x, weight, bias, relu)
+    exact = x.double() @ weight.double().t() + bias.double()
+    torch.testing.assert_close(found.double(), exact.clamp(min=0) if relu else exact, rtol=1e-5, atol=1e-5)
+    assert counter.get_total_flops() == 2 * 70 * 5 * 9
+    torch.testing.assert_close(product(x.double(), weight.double()), x.double() @ weight.double().t())
 
 
 # Dropout
