@@ -11,6 +11,7 @@ from conftest import Seen, make_data, make_module, make_trainer, train
 from ranks import run_ranks
 from torch.nn import functional as F
 
+from lit_transformer import fused
 from lit_transformer.checkpoint import average_checkpoints, list_checkpoints, load_checkpoint
 from lit_transformer.data import collate
 from lit_transformer.kernels import token_losses
@@ -267,6 +268,13 @@ def test_a_checkpoint_loads_by_itself_with_the_model_it_holds(corpus, tmp_path):
 def test_learned_positions_shorter_than_the_text_are_refused_at_setup(corpus):
     with pytest.raises(ValueError, match="max_positions = 8: the longest train sentence has"):
         train(corpus, module={"position": "learned", "max_positions": 8})
+
+
+def test_training_in_float32_takes_the_fused_pass(corpus, monkeypatch):
+    called, encoded = [], fused.encoded
+    monkeypatch.setattr(fused, "encoded", lambda *given: called.append(1) or encoded(*given))
+    train(corpus, max_steps=3)
+    assert len(called) >= 3
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
