@@ -178,10 +178,11 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def report(name: str, title: str, text: str, values: dict[str, Any]) -> None:
-    """Print the Markdown and leave JSON with all measurements beside it, under benchmarks/results."""
-    folder = HERE / "results"
-    folder.mkdir(exist_ok=True)
+def report(name: str, title: str, text: str, values: dict[str, Any], keep: bool) -> None:
+    """Print the Markdown; keep it, with JSON of all measurements beside it, under benchmarks/results."""
     print(f"## {title}\n\n{text}")
-    (folder / f"{name}.md").write_text(f"## {title}\n\n{text}\n")
-    (folder / f"{name}.json").write_text(json.dumps({"title": title, **values}, indent=1) + "\n")
+    if keep:
+        folder = HERE / "results"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{name}.md").write_text(f"## {title}\n\n{text}\n")
+        (folder / f"{name}.json").write_text(json.dumps({"title": title, **values}, indent=1) + "\n")

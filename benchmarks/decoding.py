@@ -93,6 +93,7 @@ def main() -> None:
         f"Decoding, {given.size} model",
         text,
         {"options": vars(given) | {"before": bool(given.before)}, "found": values},
+        not given.quick,
     )
 
 

@@ -146,7 +146,7 @@ def start(folder: str) -> None:
         os._exit(0)
 
     LitTransformer.training_step = first  # type: ignore[method-assign, assignment]
-    command(["fit", "--config", f"{folder}/run.yaml"])
+    raise SystemExit(command(["fit", "--config", f"{folder}/run.yaml"]) or "fit has ended without a forward pass")
 
 
 def start_up(size: str) -> list[tuple[str, float]]:
@@ -255,7 +255,7 @@ def main() -> None:
             lines.append((name, f"{seconds:.3f} s", f"{peak:,.0f} MiB"))
         text += "\n\n" + table(["one thing changed", "an update", "memory at its peak"], lines)
     values["seconds of this benchmark"] = clock.read()
-    report(f"overheads-{given.size}", f"Overheads, {given.size} model", text, values)
+    report(f"overheads-{given.size}", f"Overheads, {given.size} model", text, values, not given.quick)
 
 
 if __name__ == "__main__":

@@ -82,6 +82,7 @@ def main() -> None:
         f"Training, {given.size} model",
         text,
         {"about": about, "options": vars(given) | {"before": bool(given.before)}, "found": found},
+        not given.quick,
     )
 
 

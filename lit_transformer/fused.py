@@ -28,21 +28,28 @@ WRITTEN = (
     *(nn.ModuleList, nn.LayerNorm, nn.Identity, nn.ReLU),
     *(EncoderLayer, DecoderLayer, MultiHeadAttention, FeedForward, Linear, Residual),
 )
-HIDDEN = -1e30  # a score; its exponential is zero, and a row of nothing else is no division by zero
+HIDDEN = -1e30  # a score; its exponential is zero
 
 
-def suits(*stacks: nn.Module) -> bool:
+def suits(*parts: nn.Module) -> bool:
     """On a CPU in float32, where nobody has a say in how a layer or a part of it is called: here they are not."""
-    if torch.compiler.is_compiling() or not torch.backends.mkldnn.is_available():
+    if torch.compiler.is_compiling() or not torch.backends.mkldnn.is_available() or _has_any_global_hook():
         return False
-    modules = [module for stack in stacks for module in stack.modules()]
-    norms = (module.weight for module in modules if isinstance(module, nn.LayerNorm))
-    return plain_cpu(*norms) and not _has_any_global_hook() and all(map(_as_written, modules))
+    modules = [module for part in parts for module in part.modules()]
+    weights = (weight for module in modules for weight in module._parameters.values() if weight is not None)
+    return all(map(as_written, modules)) and plain_cpu(*weights)
 
 
-def _as_written(module: nn.Module) -> bool:
+def as_written(module: nn.Module) -> bool:
+    """Whether it is one that this project has made, as it was made, with no hook on it."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return type(module) in WRITTEN and not any(hooks) and "forward" not in vars(module)
+    if type(module) not in WRITTEN or any(hooks) or "forward" in vars(module):
+        return False
+    if isinstance(module, MultiHeadAttention):
+        return all(linear.bias is None for linear in (module.w_q, module.w_k, module.w_v, module.w_o))
+    if isinstance(module, FeedForward):
+        return list(map(type, module)) == [Linear, nn.ReLU, Linear] and module[0].bias is not None is not module[2].bias
+    return not isinstance(module, nn.LayerNorm) or module.weight is not None
 
 
 def as_rows(x: Tensor, value: float = 0) -> Tensor:
@@ -74,7 +81,7 @@ class _Linear(torch.autograd.Function):
 class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w_1: Tensor, b_1: Tensor, w_2: Tensor, b_2: Tensor) -> Tensor:
-        inner = product(x, w_1, b_1, relu=True)
+        inner = product(x, w_1, b_1).relu_()  # oneDNN's own would make zeros of what is not a number
         ctx.save_for_backward(x, inner, w_1, w_2)
         return product(inner, w_2, b_2)
 
@@ -197,7 +204,7 @@ def _feed_forward(module: FeedForward, x: Tensor) -> Tensor:
 
 def padding_mask(real: Tensor) -> Tensor | None:
     """True where attention is allowed -> what is added to scores, nothing where there is no padding."""
-    return None if real.all() else torch.zeros(real.shape).masked_fill_(~real, HIDDEN)
+    return None if real.all() else torch.zeros(real.shape, dtype=torch.float32).masked_fill_(~real, HIDDEN)
 
 
 def encoded(layers: nn.ModuleList, x: Tensor, size: torch.Size, mask: Tensor | None) -> Tensor:
@@ -217,7 +224,7 @@ def decoded(
     mask: Tensor | None,
 ) -> Tensor:
     """Rows of embeddings of (B, T) targets, rows of memory of (B, S) sources and their mask -> rows of states."""
-    causal = torch.full((size[1], size[1]), HIDDEN).triu_(1)
+    causal = torch.full((size[1], size[1]), HIDDEN, dtype=torch.float32).triu_(1)
     for layer in cast(Iterable[DecoderLayer], layers):
         x = layer.residuals[0](x, lambda q, of=layer.self_attention: _attention(of, q, size, causal))
         x = layer.residuals[1](x, lambda q, of=layer.cross_attention: _attention(of, q, size, mask, memory, sources))

@@ -32,12 +32,11 @@ def plain_cpu(*tensors: Tensor) -> bool:
     )
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
-    """max(0, x W' + b) of x [N, D] and a weight [O, D], by oneDNN on a CPU; autograd does not know it there."""
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W' + b of x [N, D] and a weight [O, D], by oneDNN on a CPU; autograd does not know it there."""
     if plain_cpu(x, weight) and torch.backends.mkldnn.is_available():
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "relu" if relu else "none", [], "")
-    y = F.linear(x, weight, bias)
-    return y.relu_() if relu else y
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
 
 
 if torch.backends.mkldnn.is_available():
@@ -134,6 +133,11 @@ class _VocabularyLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a model called with targets has first derivatives only: for create_graph=True take its logits, "
+                "model(src, tgt_in), and token_losses of them"
+            )
         dx, dweight = ctx.saved_tensors
         return dx * gradients[0].to(dx.dtype), dweight * gradients[0].to(dweight.dtype), None, None, None
 

@@ -21,6 +21,8 @@ from lit_transformer.kernels import add_dropped
 class Linear(nn.Linear):
     """torch's, then max(0, .) where asked for."""
 
+    with_relu = True
+
     def forward(self, x: Tensor, relu: bool = False) -> Tensor:
         y = F.linear(x, self.weight, self.bias)
         return y.relu_() if relu else y
@@ -62,7 +64,9 @@ class FeedForward(nn.Sequential):
         super().__init__(Linear(d_model, d_ff), nn.ReLU(), Linear(d_ff, d_model))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self[2](self[0](x, relu=True))
+        if type(self[1]) is nn.ReLU and getattr(self[0], "with_relu", False):
+            return self[2](self[0](x, relu=True))
+        return super().forward(x)  # parts of somebody's own
 
 
 class Residual(nn.Module):

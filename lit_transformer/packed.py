@@ -7,6 +7,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 
+from lit_transformer import fused
 from lit_transformer.kernels import keep_memory
 from lit_transformer.layers import Linear
 from lit_transformer.tokenizer import PAD_ID
@@ -19,6 +20,8 @@ ROWS = 32  # that the layout is chosen for; others, 4 to 128 measured, are as fa
 class _Product(nn.Module):
     """x W' + b of constant weights [out, D], in float32."""
 
+    with_relu = True
+
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.bias = bias
@@ -30,6 +33,8 @@ class _Product(nn.Module):
 
 class _Int8Product(nn.Module):
     """The same with weights of 8 bits, a scale for each output, and inputs of 8 bits, a scale for each call."""
+
+    with_relu = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -83,13 +88,20 @@ class PackedTransformer(Transformer):
 def for_search(model: Transformer, int8: bool = False) -> Transformer:
     """The model itself, or on a CPU in float32 one that searches faster.
 
+    Models with hooks or layers of somebody's own are searched as they are, as are those whose weights are not finite:
+    oneDNN's ReLU would make zeros of what is not a number.
+
     Raises:
         ValueError: 8 bits are asked for elsewhere.
     """
-    weight = model.embedding.weight
-    if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+    parts = (model.encoder, model.decoder, model.encoder_norm, model.decoder_norm)
+    if fused.suits(*parts) and all(bool(weight.isfinite().all()) for weight in model.parameters()):
         keep_memory()
         return PackedTransformer(model, int8)
     if int8:
-        raise ValueError(f"int8: the model is on {weight.device} in {weight.dtype}, must be on a CPU in float32")
+        weight = model.embedding.weight
+        raise ValueError(
+            f"int8: the model is on {weight.device} in {weight.dtype}, must be on a CPU in float32, with finite "
+            "weights, its own layers and no hooks"
+        )
     return model

@@ -135,14 +135,19 @@ class Transformer(nn.Module):
         Returns:
             Logits [B, T, V]; with targets what `kernels.token_losses` returns of them.
         """
-        # Another class, a sharded model's too, may have its own way to encode and decode.
-        if tgt_out is not None and type(self) is Transformer and fused.suits(self.encoder, self.decoder):
+        if tgt_out is not None and self._fused(src):
             x = self._states(src, tgt_in)
             return vocabulary_losses(x, self.embedding.weight, fused.as_rows(tgt_out, PAD_ID), label_smoothing)
         x = self.decode(tgt_in, self.encode(src), self.memory_mask(src))
         if tgt_out is None:
             return self._project(x)
         return vocabulary_losses(x.flatten(0, 1), self.embedding.weight, tgt_out.flatten(), label_smoothing)
+
+    def _fused(self, src: Tensor) -> bool:
+        """Whether `_states` is `decode` of `encode`; another class, a sharded model's too, may have its own of them."""
+        parts = (self.encoder, self.decoder, self.encoder_norm, self.decoder_norm)
+        own = type(self) is Transformer and not {"encode", "decode"} & vars(self).keys()
+        return own and fused.suits(*parts) and bool((src[:, 0] != PAD_ID).all())  # nothing looks at an empty source
 
     def _states(self, src: Tensor, tgt_in: Tensor) -> Tensor:
         """`decode` of `encode` on a CPU: [B, S], [B, T] -> rows of the decoder's states [R, D]."""

@@ -1,11 +1,13 @@
 """The fused training pass beside the same model's plain layers, which test_transformer.py holds to the equations."""
 
+import copy
+
 import pytest
 import torch
 
 from lit_transformer import fused
 from lit_transformer.kernels import vocabulary_losses
-from lit_transformer.layers import FeedForward
+from lit_transformer.layers import FeedForward, Linear
 from lit_transformer.tokenizer import EOS_ID, PAD_ID
 from lit_transformer.transformer import Transformer, TransformerConfig
 
@@ -57,8 +59,8 @@ def gradients(model, loss):
 def test_losses_and_gradients_are_those_of_the_layers(variant, shape):
     model, exact = build(**variant), build(torch.float64, **variant)
     given = batch(**shape)
-    assert fused.suits(model.encoder, model.decoder)
-    assert not fused.suits(exact.encoder, exact.decoder)
+    assert model._fused(given[0])
+    assert not exact._fused(given[0])
     loss, nll = model(*given, 0.1)
     expected = in_layers(exact, *given, 0.1)
     torch.testing.assert_close(loss.double(), expected[0].double(), rtol=1e-5, atol=0)
@@ -148,6 +150,50 @@ def test_a_part_of_somebodys_own_is_called():
     assert seen == ["own", "patched"]
 
 
+def test_a_projection_with_a_bias_and_parts_of_torchs_own_are_called():
+    model, given = build(), batch()
+    model.encoder[0].self_attention.w_q = Linear(12, 12)
+    model.encoder[1].feed_forward[0] = torch.nn.Linear(12, 17)
+    model.decoder[0].feed_forward[1] = torch.nn.GELU()
+    model.decoder[1].residuals[0].norm = torch.nn.LayerNorm(12, elementwise_affine=False)
+    loss = model(*given, 0.1)[0]
+    torch.testing.assert_close(loss, in_layers(model, *given, 0.1)[0])
+    changed = copy.deepcopy(model)
+    changed.decoder[0].feed_forward[1] = torch.nn.ReLU()
+    assert not torch.equal(changed(*given, 0.1)[0], loss)
+    assert all(gradient.any() for gradient in gradients(model, loss).values())
+
+
+def test_norms_at_the_ends_see_sentences_where_somebody_looks():
+    model, given, seen = build(norm="pre"), batch(), []
+    expected = model(*given, 0.1)[0]
+    model.encoder_norm.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
+    torch.testing.assert_close(model(*given, 0.1)[0], expected)
+    assert seen == [(9, 20, 12)]
+
+
+@pytest.mark.parametrize("length", [20, 120])
+def test_an_empty_source_is_what_it_is_in_the_layers(length):
+    model, (src, tgt_in, tgt_out) = build(), batch(src=length)
+    src[4] = PAD_ID
+    loss = model(src, tgt_in, tgt_out, 0.1)[0]
+    expected = in_layers(build(torch.float64), src, tgt_in, tgt_out, 0.1)[0]
+    torch.testing.assert_close(loss.double(), expected.double(), rtol=1e-5, atol=0)
+
+
+def test_what_is_not_a_number_is_not_hidden():
+    model, given = build(), batch()
+    with torch.no_grad():
+        model.decoder[1].feed_forward[0].bias[3] = float("nan")
+    assert model(*given, 0.1)[0].isnan()
+
+
+def test_second_derivatives_are_refused_in_words():
+    model, given = build(), batch()
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.autograd.grad(model(*given, 0.1)[0], model.embedding.weight, create_graph=True)
+
+
 def test_a_model_of_another_class_keeps_its_own_way():
     class Other(Transformer):
         def encode(self, src):
@@ -164,5 +210,5 @@ def test_a_model_of_another_class_keeps_its_own_way():
 def test_other_precisions_are_left_to_torch():
     model, given = build(), batch()
     with torch.autocast("cpu", torch.bfloat16):
-        assert not fused.suits(model.encoder, model.decoder)
+        assert not model._fused(given[0])
         assert model(*given, 0.1)[0].isfinite()

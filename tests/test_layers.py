@@ -29,7 +29,7 @@ ALLOWED = {
     "sources": {"remote"},
     "shards": {"sources", "tokenizer", "store", "signals"},
     "corpus": {"sources", "shards", "tokenizer", "store", "progress"},
-    "packed": {"kernels", "layers", "tokenizer", "transformer"},
+    "packed": {"fused", "kernels", "layers", "tokenizer", "transformer"},
     "decode": {"tokenizer", "transformer", "packed"},
     "data": {"sources", "corpus", "tokenizer", "store", "batching", "signals"},
     "evaluation": {"transformer", "strategy", "data", "decode", "metrics", "progress", "sources"},

@@ -76,6 +76,33 @@ def test_a_search_of_all_sources_is_the_models_own_and_after_training_that_of_th
                 parameter.add_(torch.randn_like(parameter) / 3)
 
 
+def test_a_model_with_a_part_of_somebodys_own_searches_as_it_is():
+    model, sources, seen = build(), [[5, 6, 7, 3]], []
+    expected = search_all(model, sources)
+
+    class Low(torch.nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.linear, self.added = linear, torch.nn.Linear(linear.in_features, linear.out_features, bias=False)
+            torch.nn.init.zeros_(self.added.weight)
+
+        def forward(self, x, relu=False):
+            return self.linear(x) + self.added(x)
+
+    model.decoder[0].self_attention.w_q = Low(model.decoder[0].self_attention.w_q)
+    model.encoder[0].register_forward_hook(lambda *_: seen.append(1))
+    assert for_search(model) is model
+    assert search_all(model, sources)[0][0].ids == expected[0][0].ids
+    assert seen
+
+
+def test_what_is_not_a_number_is_not_hidden_in_a_search():
+    model = build()
+    with torch.no_grad():
+        model.decoder[0].feed_forward[0].bias[0] = float("nan")
+    assert for_search(model) is model
+
+
 def test_elsewhere_a_model_searches_as_it_is_and_8_bits_are_refused():
     model = build().double()
     assert for_search(model) is model
