@@ -1,6 +1,6 @@
 """The two stacks, teacher forced, on a CPU in float32: what `layers` computes, in fewer passes over memory.
 
-Positions of a batch stand one below another as rows, filled up with zeros to a multiple of STEP rows: oneDNN, whose
+Positions of a batch stand one below another as rows, filled up with zeros to a multiple of kernels.STEP: oneDNN, whose
 products are the fastest here, makes code for each number of rows and keeps it.  Filler has no gradient.
 
 Shapes: B batch, T queries' length, S keys' length, R rows (B*T and filler), D d_model, H heads, K d_k (V for values).
@@ -18,10 +18,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 
+from lit_transformer import kernels
 from lit_transformer.kernels import plain_cpu, product
 from lit_transformer.layers import DecoderLayer, EncoderLayer, FeedForward, Linear, MultiHeadAttention, Residual
 
-STEP = 64
 LONG = 96  # beyond it all heads' weights are not kept in memory
 # What the functions below stand for; a layer that is sharded, packed or somebody's own is of another class.
 WRITTEN = (
@@ -55,7 +55,7 @@ def as_written(module: nn.Module) -> bool:
 def as_rows(x: Tensor, value: float = 0) -> Tensor:
     """[B, T, ...] -> [R, ...]"""
     x = x.flatten(0, 1)
-    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, -len(x) % STEP), value=value)
+    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, -len(x) % kernels.STEP), value=value)
 
 
 def _joint(weights: Sequence[Tensor]) -> Tensor:

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from lit_transformer import fused
+from lit_transformer import kernels
 from lit_transformer.kernels import vocabulary_losses
 from lit_transformer.layers import FeedForward, Linear
 from lit_transformer.tokenizer import EOS_ID, PAD_ID
@@ -76,10 +76,10 @@ def test_losses_and_gradients_are_those_of_the_layers(variant, shape):
 def test_filler_changes_nothing(monkeypatch, filler):
     """Rows are filled up to any number: neither losses nor gradients notice."""
     model, given = build(), batch()
-    monkeypatch.setattr(fused, "STEP", 1)
+    monkeypatch.setattr(kernels, "STEP", 1)
     alone = model(*given, 0.1)[0]
     plain = gradients(model, alone)
-    monkeypatch.setattr(fused, "STEP", given[0].numel() * given[2].numel() + filler)
+    monkeypatch.setattr(kernels, "STEP", given[0].numel() * given[2].numel() + filler)
     loss = model(*given, 0.1)[0]
     torch.testing.assert_close(loss, alone)
     for name, gradient in gradients(model, loss).items():
@@ -102,6 +102,19 @@ def test_dropout_is_drawn_and_a_seed_repeats_it():
         losses.append(model(*given, 0.1)[0].item())
     assert losses[0] == losses[1] != losses[2]
     assert model.eval()(*given, 0.1)[0].item() != losses[0]
+
+
+def test_dropout_is_the_same_in_the_layers():
+    """So a run may go on under another strategy, and a hook changes no run."""
+    model, given = build(dropout=0.3).train(), batch()
+    losses = []
+    for way in (model, lambda *args: in_layers(model, *args)):
+        torch.manual_seed(1)
+        losses.append(way(*given, 0.1)[0])
+    torch.testing.assert_close(*losses)
+    mine, theirs = (gradients(model, loss) for loss in losses)
+    for name, gradient in mine.items():
+        torch.testing.assert_close(gradient, theirs[name], rtol=1e-3, atol=1e-5 * gradient.abs().max().item())
 
 
 def test_hooks_on_layers_are_called():
