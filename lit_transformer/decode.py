@@ -185,8 +185,8 @@ def beam_search(
         beams = parents + width * torch.arange(len(rows), device=device).unsqueeze(1)
         if len(keep) < len(rows):
             # The last ones fill the gaps: caches of the others stay where they are.
-            gaps, last = sorted(set(range(len(keep))) - set(keep)), [i for i in keep if i >= len(keep)]
-            keep = sorted(keep, key=lambda i: gaps[last.index(i)] if i in last else i)
+            last = (i for i in keep if i >= len(keep))
+            keep = [i if i in keep else next(last) for i in range(len(keep))]
             kept = torch.tensor(keep, device=device)
             tokens, history, live, beams = tokens[kept], history[kept], live[kept], beams[kept]
             rows = [rows[i] for i in keep]
