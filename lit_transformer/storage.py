@@ -17,7 +17,7 @@ from sqlalchemy.exc import DBAPIError, PendingRollbackError, SQLAlchemyError
 from lit_transformer.progress import say
 
 PATIENCE_SECONDS = 900
-CONTACTS = 5
+CONTACT_SECONDS = 2  # at first contact, when the address may be wrong
 
 
 def without_password(url: str) -> str:
@@ -41,18 +41,20 @@ class PatientStorage(RDBStorage):
 
     def __init__(self, url: str, stopping: threading.Event, **options: Any) -> None:
         self.stopping = stopping
-        for attempt in range(CONTACTS):
+        since = time.monotonic()
+        while True:
             try:
                 super().__init__(url, **options)
                 return
             except (ImportError, SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
-                if _was_connected(error) and attempt + 1 < CONTACTS:
-                    continue  # it was there, and the connection broke
-                # At first contact nothing else is waited for: the address may be wrong.
-                reason = " ".join(str(getattr(error, "orig", error)).split())
-                raise ValueError(
-                    f"--storage {without_password(url)} cannot be used: {reason}; start it, or correct the address"
-                ) from error
+                # Not by kind: a connection that breaks while it is made looks like a refused one, or like none at all.
+                patience = 60 if _was_connected(error) else 0 if isinstance(error, ImportError) else CONTACT_SECONDS
+                if time.monotonic() - since >= patience:
+                    reason = " ".join(str(getattr(error, "orig", error)).split())
+                    raise ValueError(
+                        f"--storage {without_password(url)} cannot be used: {reason}; start it, or correct the address"
+                    ) from error
+            time.sleep(0.2)
 
     def patiently(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
         since, wait = time.monotonic(), 0.5

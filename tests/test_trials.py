@@ -208,7 +208,7 @@ def test_trials_go_on_while_the_server_is_away(bench, server, database, hasty):
 BREAK = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname LIKE 't%'"
 
 
-def test_a_connection_that_breaks_at_first_contact_is_made_again(bench, server, database, monkeypatch):
+def test_a_connection_that_breaks_at_first_contact_is_made_again(bench, server, database):
     bench.study("base")
     first = [True]
 
@@ -221,6 +221,22 @@ def test_a_connection_that_breaks_at_first_contact_is_made_again(bench, server, 
         assert bench.sweep("--storage", database) == 0
     finally:
         sqlalchemy.event.remove(sqlalchemy.Engine, "before_cursor_execute", break_once)
+    assert not first
+    assert_done_once(bench, "base/seed1", storage=database)
+
+
+def test_a_connection_that_breaks_while_it_is_made_is_made_again(bench, server, database, monkeypatch):
+    """SQLAlchemy still asks what the server can, and does not say that it has been connected."""
+    bench.study("base")
+    first, fetch = [True], psycopg.types.TypeInfo.fetch
+
+    def breaks_once(*arguments):
+        if first and first.pop():
+            server.execute(BREAK)
+        return fetch(*arguments)
+
+    monkeypatch.setattr(psycopg.types.TypeInfo, "fetch", breaks_once)
+    assert bench.sweep("--storage", database) == 0
     assert not first
     assert_done_once(bench, "base/seed1", storage=database)
 
