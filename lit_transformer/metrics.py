@@ -10,15 +10,17 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sacrebleu
-import sacremoses
 import torch
 from sacrebleu.metrics import BLEU, CHRF
 from torch import Tensor
 from torch.nn import Module
 from torchmetrics import Metric
+
+if TYPE_CHECKING:
+    import sacremoses
 
 # Below this many, a corpus BLEU says little: its n-gram counts are a handful.
 FEW_SENTENCES = 100
@@ -89,6 +91,8 @@ def compound_split_bleu(
     Raises:
         ValueError: as `corpus_bleu` does.
     """
+    import sacremoses  # here: it compiles patterns for half a second, which every start would wait for
+
     _check(hypotheses, references, decoded)
     moses = sacremoses.MosesTokenizer(lang=language)
     bleu = BLEU(tokenize="none", smooth_method="none", force=True)

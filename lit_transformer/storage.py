@@ -17,7 +17,7 @@ from sqlalchemy.exc import DBAPIError, PendingRollbackError, SQLAlchemyError
 from lit_transformer.progress import say
 
 PATIENCE_SECONDS = 900
-CONTACT_SECONDS = 2  # at first contact, when the address may be wrong
+CONTACT_SECONDS = 1  # at first contact, when the address may be wrong
 
 
 def without_password(url: str) -> str:

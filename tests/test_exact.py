@@ -154,7 +154,8 @@ def one_rank(corpus, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/test_strategy.py compares one rank and two in any case
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_any_number_of_ranks_trains_the_same(corpus, one_rank, tmp_path, ranks):
     """With clipping, which is active in most updates: it acts on the gradient of all ranks."""
     run(fit_command(corpus, tmp_path, **NO_DROPOUT, **{"trainer.devices": ranks, "trainer.strategy": "ddp"}))

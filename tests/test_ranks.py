@@ -80,14 +80,15 @@ def trains(pid):
         return "LOCAL_RANK=1" in variables.read().split("\0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "to"),
     [
         ("SIGTERM", "first"),
-        pytest.param("SIGTERM", "all", marks=pytest.mark.slow),
-        pytest.param("SIGUSR1", "all", marks=pytest.mark.slow),
-        pytest.param("SIGUSR1", "other", marks=pytest.mark.slow),
-        pytest.param("SIGINT", "all", marks=pytest.mark.slow),
+        ("SIGTERM", "all"),
+        ("SIGUSR1", "all"),
+        ("SIGUSR1", "other"),
+        ("SIGINT", "all"),
     ],
 )
 def test_a_signal_with_two_ranks_and_two_workers_leaves_one_checkpoint_and_no_orphan(

@@ -410,6 +410,7 @@ def search(bench: Bench, **more) -> None:
     bench.plan(**{"*": {"quality": "--model.lr_factor", "pause": 0.2, "child": True}})
 
 
+@pytest.mark.parametrize("storage", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)], indirect=True)
 def test_a_search_finds_prunes_and_leaves_no_process(bench, storage):
     search(bench)
     assert bench.sweep(*given(storage), workers=2) == 0
@@ -481,6 +482,7 @@ def test_a_search_may_not_change_its_space_or_base_under_results(bench, small_ba
     assert len(bench.rows()) == 3
 
 
+@pytest.mark.slow
 def test_one_training_scored_in_two_ways_is_trained_once(bench, small_base, capsys):
     """The real command: the second variant takes the first one's checkpoints."""
     bench.configure({**small_base, "run": {"checkpoint_every": 1, "keep_checkpoints": 3}})
@@ -601,8 +603,9 @@ def test_a_variant_that_was_killed_in_training_cannot_be_changed(bench, capsys):
     assert_done_once(bench, "base/seed1", "x/seed1")
 
 
-def test_a_launcher_whose_processes_are_not_the_trainers_is_refused(bench, small_base):
+def test_a_launcher_whose_processes_are_not_the_trainers_is_refused(bench, small_base, monkeypatch):
     """Two processes that each believe they are alone would write into one folder."""
+    monkeypatch.setattr(trials, "MAX_FAILURES", 1)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     bench.study("base", launcher=launcher)
     assert bench.sweep(workers=1) == 1
