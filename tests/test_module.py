@@ -1,5 +1,7 @@
 """Loss, schedule and the count of updates, against the paper's values and one big batch."""
 
+import contextlib
+import gc
 import json
 import math
 
@@ -268,6 +270,23 @@ def test_a_checkpoint_loads_by_itself_with_the_model_it_holds(corpus, tmp_path):
 def test_learned_positions_shorter_than_the_text_are_refused_at_setup(corpus):
     with pytest.raises(ValueError, match="max_positions = 8: the longest train sentence has"):
         train(corpus, module={"position": "learned", "max_positions": 8})
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_collector_is_given_back_everything_after_training(corpus, fails):
+    class Watch(pl.Callback):
+        frozen = 0
+
+        def on_train_batch_end(self, *_):
+            self.frozen = gc.get_freeze_count()
+            if fails:
+                raise ArithmeticError("made up")
+
+    watch = Watch()
+    with pytest.raises(ArithmeticError) if fails else contextlib.nullcontext():
+        make_trainer(callbacks=[watch]).fit(make_module(), datamodule=make_data(corpus))
+    assert watch.frozen > 10_000
+    assert gc.get_freeze_count() == 0
 
 
 def test_training_in_float32_takes_the_fused_pass(corpus, monkeypatch):
