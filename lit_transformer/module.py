@@ -59,7 +59,8 @@ class _LeftAlone(pl.Callback):
     def on_train_end(self, *_: Any) -> None:
         gc.unfreeze()
 
-    on_exception = on_train_end
+    def on_exception(self, *_: Any) -> None:
+        gc.unfreeze()
 
 
 class LitTransformer(pl.LightningModule):
