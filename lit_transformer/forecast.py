@@ -167,7 +167,11 @@ def _memory(cli: ExperimentCLI, found: Lengths) -> list[str]:
     else:
         width = min(round(found.plan.src_lengths.mean()), cli.datamodule.max_tokens)
         shape = cli.datamodule.max_tokens // width, width, width
-    full, mixed = (memory(cli.model.config, cli.model.label_smoothing, *shape, bf16=bf16) for bf16 in (False, True))
+    on_gpu = {"auto": torch.cuda.is_available(), "cpu": False}.get(cli.trainer_config.accelerator, True)
+    device = "cuda" if on_gpu else "cpu"
+    full, mixed = (
+        memory(cli.model.config, cli.model.label_smoothing, *shape, bf16=bf16, device=device) for bf16 in (False, True)
+    )
     rows = {
         "weights": "weights",
         "gradients": "gradients",
@@ -188,7 +192,8 @@ def _memory(cli: ExperimentCLI, found: Lengths) -> list[str]:
             for title, name in rows.items()
         ),
         f"  {shared}",
-        "  counted from the tensors of a CPU's kernels; a GPU's context, workspaces and rounding come on top",
+        f"  counted from the tensors of a CPU's kernels, the loss in the pieces of a {'GPU' if on_gpu else 'CPU'}; a "
+        "GPU's context, workspaces and rounding come on top",
     ]
 
 

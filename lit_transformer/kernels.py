@@ -149,18 +149,26 @@ class _VocabularyLosses(torch.autograd.Function):
         return dx * gradients[0].to(dx.dtype), dweight * gradients[0].to(dweight.dtype), None, None, None
 
 
-def vocabulary_losses(x: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
+def rows_of_piece(device: str, entries: int) -> int:
+    """Of `vocabulary_losses` on a type of device, for so many entries of the vocabulary."""
+    return ROWS if device == "cpu" else max(ROWS, PIECE_ON_GPU // entries)
+
+
+def vocabulary_losses(
+    x: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float, rows: int | None = None
+) -> tuple[Tensor, Tensor]:
     """`token_losses` of the logits x W', of which only a piece stands in memory at a time.
 
     Args:
         x: [N, D].
         weight: the output matrix [V, D].
         targets: ids [N].
+        rows: of a piece; `rows_of_piece` of x's device when not given.
     """
     half = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) == torch.float16
     if half or torch.compiler.is_compiling():  # float16's gradients need the scaled loss; the compiler fuses by itself
         return token_losses(F.linear(x, weight), targets, label_smoothing)
-    rows = ROWS if x.device.type == "cpu" else max(ROWS, PIECE_ON_GPU // len(weight))
+    rows = rows or rows_of_piece(x.device.type, len(weight))
     return _VocabularyLosses.apply(x, weight, targets, label_smoothing, rows)
 
 

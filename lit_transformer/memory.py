@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lit_transformer.kernels import rows_of_piece, vocabulary_losses
 from lit_transformer.speed import saved_bytes
 from lit_transformer.transformer import Transformer, TransformerConfig
 
@@ -40,18 +41,32 @@ class Memory:
 class _Layers(Transformer):
     """Goes through its layers on a CPU too, as it does on a card."""
 
+    device = "cpu"  # whose pieces the loss is computed in
+
+    def _losses(self, x: Tensor, targets: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
+        rows = rows_of_piece(self.device, self.config.vocab_size)
+        return vocabulary_losses(x, self.embedding.weight, targets, label_smoothing, rows)
+
 
 def memory(
-    config: TransformerConfig, label_smoothing: float, rows: int, src_width: int, tgt_width: int, bf16: bool
+    config: TransformerConfig,
+    label_smoothing: float,
+    rows: int,
+    src_width: int,
+    tgt_width: int,
+    bf16: bool,
+    device: str = "cpu",
 ) -> Memory:
     """What one micro-batch takes, counted tensor by tensor as the CPU's kernels would make them; nothing is computed.
 
     Args:
         rows, src_width, tgt_width: sentences, and tokens of the longest one on each side; all are padded to it.
         bf16: precision "bf16-mixed" instead of "32-true"; weights, gradients and moments are in float32 with both.
+        device: "cpu" or "cuda"; the loss is in larger pieces there.
     """
     with FakeTensorMode():
         model = _Layers(config).train()
+        model.device = device
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)  # as in every update but the first
         weights = sum(parameter.nbytes for parameter in model.parameters())

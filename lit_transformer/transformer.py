@@ -136,12 +136,14 @@ class Transformer(nn.Module):
             Logits [B, T, V]; with targets what `kernels.token_losses` returns of them.
         """
         if tgt_out is not None and self._fused(src):
-            x = self._states(src, tgt_in)
-            return vocabulary_losses(x, self.embedding.weight, fused.as_rows(tgt_out, PAD_ID), label_smoothing)
+            return self._losses(self._states(src, tgt_in), fused.as_rows(tgt_out, PAD_ID), label_smoothing)
         x = self.decode(tgt_in, self.encode(src), self.memory_mask(src))
         if tgt_out is None:
             return self._project(x)
-        return vocabulary_losses(x.flatten(0, 1), self.embedding.weight, tgt_out.flatten(), label_smoothing)
+        return self._losses(x.flatten(0, 1), tgt_out.flatten(), label_smoothing)
+
+    def _losses(self, x: Tensor, targets: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
+        return vocabulary_losses(x, self.embedding.weight, targets, label_smoothing)
 
     def _fused(self, src: Tensor) -> bool:
         """Whether `_states` is `decode` of `encode`; another class, a sharded model's too, may have its own of them."""

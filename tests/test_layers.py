@@ -60,7 +60,7 @@ ALLOWED = {
     "study": {"cli", "results"},
     "preflight": {"study", "cli", "checkpoint", "store"},
     "speed": {"cli", "module", "data", "tokenizer"},
-    "memory": {"speed", "module", "transformer"},
+    "memory": {"kernels", "speed", "transformer"},
     "forecast": {"memory", "speed", "scoring", "cli", "corpus", "batching", "rows", "progress"},
     "plan": {"study", "preflight", "speed", "scoring", "cli", "corpus", "progress"},
     "storage": {"progress"},

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import write_corpus
 
-from lit_transformer import speed
+from lit_transformer import kernels, speed
 from lit_transformer.cli import ExperimentCLI
 from lit_transformer.memory import memory
 from lit_transformer.speed import Text, measure
@@ -46,7 +46,10 @@ def test_what_is_counted_is_what_a_real_pass_on_the_cpu_keeps(options, precision
 
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("vocab_size", [50, 3000])  # where layers and where the loss take most
-def test_the_fullest_moment_is_that_of_torchs_profiler(bf16, vocab_size):
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_fullest_moment_is_that_of_torchs_profiler(device, bf16, vocab_size, monkeypatch):
+    if device == "cuda":  # its pieces, on a CPU
+        monkeypatch.setattr(kernels, "ROWS", kernels.PIECE_ON_GPU // vocab_size)
     config = TransformerConfig(vocab_size=vocab_size, **SMALL)
     model = Transformer(config).train()
     model.encoder[0].register_forward_hook(lambda *_: None)  # layer by layer, as on other devices
@@ -62,7 +65,8 @@ def test_the_fullest_moment_is_that_of_torchs_profiler(bf16, vocab_size):
         if event.name() == "[memory]":
             now += event.nbytes()
             most = max(most, now)
-    found = memory(config, 0.1, 16, 20, 24, bf16)
+    monkeypatch.undo()
+    found = memory(config, 0.1, 16, 20, 24, bf16, device)
     # Which sums of gradients autograd makes in place is its own business: some percent of so small a model.
     assert found.activations + found.temporaries == pytest.approx(most, rel=0.04)
     assert found.temporaries > 0
