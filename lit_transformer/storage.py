@@ -41,13 +41,15 @@ class PatientStorage(RDBStorage):
 
     def __init__(self, url: str, stopping: threading.Event, **options: Any) -> None:
         self.stopping = stopping
-        since = time.monotonic()
+        since: float | None = None  # the first failure; before it, eight processes may have waited for each other
         while True:
             try:
                 super().__init__(url, **options)
                 return
             except (ImportError, SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
-                # Not by kind: a connection that breaks while it is made looks like a refused one, or like none at all.
+                # Not by kind: a connection that breaks while it is made looks like a refused one, or like none at all,
+                # and who reads the study from elsewhere may make its tables just now.
+                since = since or time.monotonic()
                 patience = 60 if _was_connected(error) else 0 if isinstance(error, ImportError) else CONTACT_SECONDS
                 if time.monotonic() - since >= patience:
                     reason = " ".join(str(getattr(error, "orig", error)).split())

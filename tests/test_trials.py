@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import optuna
 import psycopg
 import pytest
 import sqlalchemy
@@ -20,6 +21,7 @@ from bench import Bench, alive, assert_done_once, ended, wait_for
 from optuna.trial import TrialState
 
 from lit_transformer import engine, trials
+from lit_transformer import storage as storage_module
 from lit_transformer.__main__ import main
 
 pytestmark = pytest.mark.usefixtures("signals")
@@ -239,6 +241,24 @@ def test_a_connection_that_breaks_while_it_is_made_is_made_again(bench, server, 
     assert bench.sweep("--storage", database) == 0
     assert not first
     assert_done_once(bench, "base/seed1", storage=database)
+
+
+def test_tables_that_somebody_else_makes_meanwhile_are_taken(bench, monkeypatch):
+    """Who looks at a study makes its tables too, without our lock; on a crowded machine that may take long."""
+    bench.study("base")
+    make, tries = optuna.storages.RDBStorage.__init__, []
+
+    def late(self, *arguments, **options):
+        tries.append(arguments)
+        if len(tries) == 1:
+            monkeypatch.setattr(storage_module, "CONTACT_SECONDS", 0.1)
+            time.sleep(0.2)
+            raise sqlalchemy.exc.IntegrityError("INSERT", {}, Exception("UNIQUE constraint failed: alembic_version"))
+        make(self, *arguments, **options)
+
+    monkeypatch.setattr(optuna.storages.RDBStorage, "__init__", late)
+    assert bench.sweep() == 0
+    assert len(tries) == 2
 
 
 def test_connections_that_break_all_the_time_lose_and_double_nothing(bench, server, database):
