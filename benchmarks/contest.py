@@ -93,7 +93,8 @@ def race(contestants: Sequence[Contestant], rounds: int) -> dict[str, list[dict[
                 answer = one.turn()
                 if number:
                     found[one.name].append(answer)
-                print(f"round {number}: {one.name} {answer}"[:200], file=sys.stderr)
+                figures = {key: value for key, value in answer.items() if key != "outputs"}
+                print(f"round {number}: {one.name} {figures}", file=sys.stderr)
     finally:
         for one in contestants:
             one.end()

@@ -53,14 +53,20 @@ class _LeftAlone(pl.Callback):
     """What was imported and built before training: Python's collector would walk over half a million objects of it
     again and again, for a twentieth of an update's time."""
 
+    frozen = False  # by this class: what a user has frozen stays so
+
     def on_train_start(self, *_: Any) -> None:
-        gc.freeze()
+        if _LeftAlone.frozen or not gc.get_freeze_count():
+            gc.freeze()
+            _LeftAlone.frozen = True
 
     def on_train_end(self, *_: Any) -> None:
-        gc.unfreeze()
+        if _LeftAlone.frozen:
+            gc.unfreeze()
+            _LeftAlone.frozen = False
 
     def on_exception(self, *_: Any) -> None:
-        gc.unfreeze()
+        self.on_train_end()
 
 
 class LitTransformer(pl.LightningModule):
@@ -175,7 +181,8 @@ class LitTransformer(pl.LightningModule):
     # Training
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        return [_LeftAlone()]
+        given: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        return [] if any(isinstance(callback, _LeftAlone) for callback in given) else [_LeftAlone()]  # a second `fit`
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Adam as in section 5.3; its rate is set before each update."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -20,12 +21,20 @@ PATIENCE_SECONDS = 900
 CONTACT_SECONDS = 1  # at first contact, when the address may be wrong
 
 
-def without_password(url: str) -> str:
-    """An address fit for a log; as it is where it cannot be read as one."""
+def is_address(url: str) -> bool:
+    """Whether it can be read as one: its port may be no number."""
     try:
+        sqlalchemy.make_url(url)
+    except (sqlalchemy.exc.ArgumentError, ValueError):
+        return False
+    return True
+
+
+def without_password(url: str) -> str:
+    """An address fit for a log."""
+    if is_address(url):
         return sqlalchemy.make_url(url).render_as_string(hide_password=True)
-    except sqlalchemy.exc.ArgumentError:
-        return url
+    return re.sub(r"(//[^:/@]*:).*@", r"\1***@", url)
 
 
 class PatientStorage(RDBStorage):
@@ -101,7 +110,10 @@ def _cause(error: BaseException | None) -> DBAPIError | PendingRollbackError | N
 
 def _was_connected(error: BaseException) -> bool:
     cause = _cause(error)
-    return isinstance(cause, PendingRollbackError) or (cause is not None and cause.connection_invalidated)
+    if cause is None or isinstance(cause, PendingRollbackError):
+        return cause is not None
+    # The last: PostgreSQL's "operator intervention", where SQLAlchemy was not done with connecting.
+    return cause.connection_invalidated or (getattr(cause.orig, "sqlstate", None) or "").startswith("57P")
 
 
 def _what_the_database_says(error: BaseException) -> str | None:

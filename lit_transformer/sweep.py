@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from lit_transformer.commands import quiet
@@ -26,6 +27,7 @@ from lit_transformer.plan import plan_study, table
 from lit_transformer.preflight import check, describe, note_failures, refuse_changes, refuse_other_data
 from lit_transformer.progress import say
 from lit_transformer.results import ENDINGS, build
+from lit_transformer.signals import Stopped
 from lit_transformer.sources import CorpusConfig
 from lit_transformer.store import Store
 from lit_transformer.trials import MAX_FAILURES
@@ -55,7 +57,7 @@ def run_study(engine: Engine, out: Path, retry: bool) -> int:
         f"{'thread' if engine.threads == 1 else 'threads'} each; logs in {engine.folder}/VARIANT/seedN/log.txt"
     )
     workers = [threading.Thread(target=engine.work) for _ in range(engine.workers)]
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _stop)
     try:
         for worker in workers:
             worker.start()
@@ -69,7 +71,7 @@ def run_study(engine: Engine, out: Path, retry: bool) -> int:
                     _describe(engine, resolved)
     except BaseException as error:
         engine.stopping.set()
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt | Stopped):
             say(f"{name}: stopping; the same command goes on")
         raise
     finally:  # `stopping` stays unset at an ordinary end: what is read below is waited for too
@@ -87,6 +89,10 @@ def run_study(engine: Engine, out: Path, retry: bool) -> int:
     for cell, reason in failed.items():
         say(f"{name}: {cell} was given up after {MAX_FAILURES} failures (--retry tries again): {reason}")
     return 1 if failed else 0
+
+
+def _stop(number: int, _: FrameType | None) -> None:
+    raise Stopped(number)
 
 
 def _describe(engine: Engine, resolved: dict[str, Any]) -> None:

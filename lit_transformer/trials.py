@@ -22,12 +22,13 @@ import sqlalchemy
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import DBAPIError
 
-from lit_transformer.storage import PatientStorage, without_password
+from lit_transformer.storage import PatientStorage, is_address, without_password
 from lit_transformer.store import write_atomic
 from lit_transformer.study import Cell, Range, Study, Variant
 
 MAX_FAILURES = 3
 HEARTBEAT_SECONDS = 10
+CONNECT_SECONDS = 10  # a server that takes connections and says nothing is one that is away
 
 
 class Trials:
@@ -46,7 +47,7 @@ class Trials:
     def __init__(self, study: Study, folder: Path, url: str | None, stopping: threading.Event) -> None:
         self.study, self.folder, self.stopping = study, folder, stopping
         self.url = url or f"sqlite:///{(folder / 'optuna.db').resolve()}"
-        if not self.url.startswith(("sqlite:///", "postgresql+psycopg://")):
+        if not self.url.startswith(("sqlite:///", "postgresql+psycopg://")) or not is_address(self.url):
             raise ValueError(
                 f"--storage {without_password(self.url)}: must be sqlite:///FILE, for workers on one host, or "
                 "postgresql+psycopg://USER:PASSWORD@HOST/DATABASE for several"
@@ -61,7 +62,8 @@ class Trials:
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # the heartbeat, since 2021
         # Workers of one host write into one SQLite file: they wait for each other, up to a minute.
         sqlite = self.url.startswith("sqlite")
-        options: dict[str, Any] = {"connect_args": {"timeout": 60}} if sqlite else {"pool_pre_ping": True}
+        connect = {"timeout": 60} if sqlite else {"connect_timeout": CONNECT_SECONDS}
+        options: dict[str, Any] = {"connect_args": connect, "pool_pre_ping": not sqlite}
         with self._folder_lock():  # workers that start together make one set of tables
             self.storage = PatientStorage(
                 self.url,
@@ -70,7 +72,11 @@ class Trials:
                 heartbeat_interval=HEARTBEAT_SECONDS,
                 grace_period=6 * HEARTBEAT_SECONDS,
             )
-            self._server = None if sqlite else sqlalchemy.create_engine(self.url, poolclass=sqlalchemy.NullPool)
+            self._server = (
+                None
+                if sqlite
+                else sqlalchemy.create_engine(self.url, poolclass=sqlalchemy.NullPool, connect_args=connect)
+            )
             search = self.study.search
             self.optuna = optuna.create_study(
                 study_name=self.study.name,

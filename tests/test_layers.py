@@ -66,7 +66,10 @@ ALLOWED = {
     "storage": {"progress"},
     "trials": {"study", "storage", "store"},
     "engine": {"study", "trials", "commands", "curves", "checkpoint", "store", "progress"},
-    "sweep": {"engine", "preflight", "plan", "trials", "commands", "results", "sources", "corpus", "store", "progress"},
+    "sweep": {
+        "engine", "preflight", "plan", "trials", "commands", "results", "sources", "corpus", "store", "progress",
+        "signals",
+    },
     "__main__": {"commands", "score_runs", "forecast", "sweep", "results", "signals"},
     "__init__": {"data", "module", "transformer"},
 }  # fmt: skip

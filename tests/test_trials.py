@@ -105,10 +105,14 @@ def given(storage: str) -> list[str]:
 
 def test_a_password_is_never_printed(bench, capsys):
     bench.study("base")
-    for address in ("postgresql+psycopg://me:s3cret@127.0.0.1:1/none", "mysql://me:s3cret@somewhere/db"):
+    for address in (
+        "postgresql+psycopg://me:s3cret@127.0.0.1:1/none",
+        "postgresql+psycopg://me:s3cret@127.0.0.1:port/none",
+        "mysql://me:s3cret@somewhere/db",
+    ):
         assert bench.sweep("--storage", address) == 1
         said = capsys.readouterr()
-        assert "s3cret" not in said.out + said.err and "me:***@" in said.err
+        assert "s3cret" not in said.out + said.err and "error: --storage" in said.err and "me:***@" in said.err
 
 
 # Several hosts
@@ -188,6 +192,15 @@ def test_another_storage_for_the_same_folder_is_refused(bench, tmp_path, capsys)
 
 
 # A database that comes and goes
+
+
+def test_a_server_that_never_answers_is_given_up(bench, capsys, monkeypatch):
+    bench.study("base")
+    monkeypatch.setattr(trials, "CONNECT_SECONDS", 2)  # the least that libpq takes
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"postgresql+psycopg://tester@127.0.0.1:{silent.getsockname()[1]}/none"
+        assert bench.sweep("--storage", address) == 1
+    assert "cannot be used: connection timeout expired; start it" in capsys.readouterr().err
 
 
 def test_trials_go_on_while_the_server_is_away(bench, server, database, hasty):
@@ -368,7 +381,7 @@ def test_a_trial_of_several_processes_leaves_none_when_it_is_stopped(bench):
     wait_for(lambda: (bench.folder / "slow/seed1/child").is_file() and bench.attempts(), "it runs")
     child = int((bench.folder / "slow/seed1/child").read_text())
     os.kill(pid, signal.SIGTERM)
-    assert ended(pid) == 130
+    assert ended(pid) == 143
     wait_for(lambda: not alive(child), "the trial's own child has ended")
 
 
