@@ -62,7 +62,7 @@ def memory(
     Args:
         rows, src_width, tgt_width: sentences, and tokens of the longest one on each side; all are padded to it.
         bf16: precision "bf16-mixed" instead of "32-true"; weights, gradients and moments are in float32 with both.
-        device: "cpu" or "cuda"; the loss is in larger pieces there.
+        device: "cpu", or "cuda" with its larger pieces of the loss.
     """
     with FakeTensorMode():
         model = _Layers(config).train()

@@ -11,13 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from lit_transformer.commands import quiet
@@ -27,7 +25,7 @@ from lit_transformer.plan import plan_study, table
 from lit_transformer.preflight import check, describe, note_failures, refuse_changes, refuse_other_data
 from lit_transformer.progress import say
 from lit_transformer.results import ENDINGS, build
-from lit_transformer.signals import Stopped
+from lit_transformer.signals import Signals, Stopped
 from lit_transformer.sources import CorpusConfig
 from lit_transformer.store import Store
 from lit_transformer.trials import MAX_FAILURES
@@ -57,7 +55,6 @@ def run_study(engine: Engine, out: Path, retry: bool) -> int:
         f"{'thread' if engine.threads == 1 else 'threads'} each; logs in {engine.folder}/VARIANT/seedN/log.txt"
     )
     workers = [threading.Thread(target=engine.work) for _ in range(engine.workers)]
-    signal.signal(signal.SIGTERM, _stop)
     try:
         for worker in workers:
             worker.start()
@@ -71,7 +68,7 @@ def run_study(engine: Engine, out: Path, retry: bool) -> int:
                     _describe(engine, resolved)
     except BaseException as error:
         engine.stopping.set()
-        if isinstance(error, KeyboardInterrupt | Stopped):
+        if isinstance(error, Stopped):
             say(f"{name}: stopping; the same command goes on")
         raise
     finally:  # `stopping` stays unset at an ordinary end: what is read below is waited for too
@@ -89,10 +86,6 @@ def run_study(engine: Engine, out: Path, retry: bool) -> int:
     for cell, reason in failed.items():
         say(f"{name}: {cell} was given up after {MAX_FAILURES} failures (--retry tries again): {reason}")
     return 1 if failed else 0
-
-
-def _stop(number: int, _: FrameType | None) -> None:
-    raise Stopped(number)
 
 
 def _describe(engine: Engine, resolved: dict[str, Any]) -> None:
@@ -119,7 +112,8 @@ def sweep_command(args: Sequence[str]) -> int:
         parser.error(f"--workers {workers}: must be at least 1")
     engine = Engine(options.study, options.runs, workers, options.storage)
     if options.action == "run":
-        return run_study(engine, options.out, options.retry)
+        with Signals():
+            return run_study(engine, options.out, options.retry)
     if options.action == "plan":
         quiet()
         rows = plan_study(engine.study, engine.file, engine.folder, engine.threads)

@@ -50,7 +50,7 @@ class Trials:
         if not self.url.startswith(("sqlite:///", "postgresql+psycopg://")) or not is_address(self.url):
             raise ValueError(
                 f"--storage {without_password(self.url)}: must be sqlite:///FILE, for workers on one host, or "
-                "postgresql+psycopg://USER:PASSWORD@HOST/DATABASE for several"
+                "postgresql+psycopg://USER:PASSWORD@HOST:PORT/DATABASE for several"
             )
         self.names = {str(cell): cell for cell in study.cells()}  # a search adds to them as it goes
         self._one_at_a_time = threading.Lock()

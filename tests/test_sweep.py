@@ -423,6 +423,7 @@ def test_a_result_that_was_removed_is_made_again(bench):
     [
         pytest.param(signal.SIGKILL, os.kill, -signal.SIGKILL, id="kill -9 of the sweep"),
         pytest.param(signal.SIGTERM, os.kill, 143, id="a batch system's SIGTERM to the sweep"),
+        pytest.param(signal.SIGUSR1, os.kill, 138, id="a batch system's warning"),
         pytest.param(signal.SIGINT, os.killpg, 130, id="Ctrl-C, which reaches the trials too"),
     ],
 )
@@ -438,8 +439,7 @@ def test_stopped_in_the_middle_it_goes_on_where_it_was(bench, monkeypatch, numbe
     if status > 0:
         said = bench.said(pid).splitlines()
         assert "s: stopping; the same command goes on" in said
-        how = "stopped by SIGTERM" if status == 143 else "interrupted"
-        assert said[-1] == f"lit-transformer sweep: {how}; the same command goes on"
+        assert said[-1] == f"lit-transformer sweep: stopped by {number.name}; the same command goes on"
         assert bench.trials()["slow/seed1"] == bench.trials()["late/seed1"] == [TrialState.FAIL]
         for file in bench.folder.glob("*/*/attempts"):
             assert not alive(int(file.read_text())), "a trial outlives its sweep"
@@ -483,7 +483,7 @@ def test_the_real_command_goes_on_after_kill_9_and_after_an_interrupt(bench):
             process.kill()
             process.wait()
     said = (bench.root / "said").read_text()
-    assert said.splitlines()[-1] == "lit-transformer sweep: interrupted; the same command goes on"
+    assert said.splitlines()[-1] == "lit-transformer sweep: stopped by SIGINT; the same command goes on"
     assert "Traceback" not in said
     (bench.folder / "go").touch()
     assert subprocess.run(command, check=False).returncode == 0

@@ -256,19 +256,27 @@ def test_a_connection_that_breaks_while_it_is_made_is_made_again(bench, server, 
     assert_done_once(bench, "base/seed1", storage=database)
 
 
-def test_tables_that_somebody_else_makes_meanwhile_are_taken(bench, monkeypatch):
-    """Who looks at a study makes its tables too, without our lock; on a crowded machine that may take long."""
+@pytest.mark.parametrize(
+    ("error", "patience"),
+    [
+        # Who looks at a study makes its tables too, without our lock; on a crowded machine that may take long.
+        (sqlalchemy.exc.IntegrityError("INSERT", {}, Exception("UNIQUE constraint failed")), 0.1),
+        # The server's own word for it is waited for beyond that.
+        (sqlalchemy.exc.OperationalError("SELECT", {}, psycopg.errors.AdminShutdown("terminating connection")), 0),
+    ],
+)
+def test_a_first_contact_that_fails_late_is_repeated(bench, monkeypatch, error, patience):
     bench.study("base")
     make, tries = optuna.storages.RDBStorage.__init__, []
 
     def late(self, *arguments, **options):
         tries.append(arguments)
         if len(tries) == 1:
-            monkeypatch.setattr(storage_module, "CONTACT_SECONDS", 0.1)
             time.sleep(0.2)
-            raise sqlalchemy.exc.IntegrityError("INSERT", {}, Exception("UNIQUE constraint failed: alembic_version"))
+            raise error
         make(self, *arguments, **options)
 
+    monkeypatch.setattr(storage_module, "CONTACT_SECONDS", patience)
     monkeypatch.setattr(optuna.storages.RDBStorage, "__init__", late)
     assert bench.sweep() == 0
     assert len(tries) == 2
